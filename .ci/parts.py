@@ -1,13 +1,16 @@
 """Chooses the rooms whose slow tests run, and notes which of them passed.
 
-    python .ci/parts.py choose          prints the rooms to run, and those that do not run
-    python .ci/parts.py passed ROOM...  notes that the slow tests of these rooms passed
+    python .ci/parts.py choose                prints the rooms to run, and those that do not run
+    python .ci/parts.py passed TIMES ROOM...  notes that the slow tests of these rooms passed
 
 A room is a folder of `tests`. Its digest covers its tests, all modules that they reach by imports
 or by name, and what every test depends on. `.ci/passed.txt` holds for each room the digest with
-which its slow tests last passed. It is committed, so a room runs if something that it depends on
-has changed since. The other rooms take turns, one at each commit. `CI_PART=all` chooses all rooms,
-and `CI_PART="batch cli"` chooses these too.
+which its slow tests last passed, the day, and the seconds that they took (TIMES is the JUnit file
+of that run). It is committed, so a room runs if something that it depends on has changed since.
+
+Changed rooms run in the order of their last pass, the oldest first, until BUDGET_S is used. One of
+the unchanged rooms runs after them if there is time. Rooms that passed on the same day take turns
+from commit to commit. `CI_PART=all` chooses all rooms, and `CI_PART="batch cli"` these too.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ import os
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = ROOT / ".ci" / "passed.txt"
 OF_ALL = ("pyproject.toml", "constraints.txt", "setup.py", "Makefile", "tests/conftest.py")
 OF_EVERYTHING = ("deploy", "integration", "repository")  # rooms that read pages, files and wheels
+BUDGET_S = 1200  # of two workers
+WORKERS = 2
 NAME = re.compile(r"\b(?:recserve|tests|benchmarks)(?:\.\w+)+")
 
 
@@ -106,12 +113,26 @@ def digest(room: str) -> str:
     return whole.hexdigest()[:16]
 
 
-def notes() -> dict[str, tuple[str, str]]:
-    """Returns the digest and the date of each room that has passed."""
+class Pass(NamedTuple):
+    """The last run of a room in which all of its slow tests passed.
+
+    Attributes:
+        digest: Digest of the files on which the room depended.
+        day: ISO date.
+        seconds: Time of the slow tests with two workers.
+    """
+
+    digest: str
+    day: str
+    seconds: int
+
+
+def notes() -> dict[str, Pass]:
+    """Returns the last pass of each room that has passed."""
     if not PASSED.exists():
         return {}
     lines = (line.split() for line in PASSED.read_text(encoding="utf-8").splitlines())
-    return {room: (found, day) for room, found, day in lines}
+    return {room: Pass(found, day, int(seconds)) for room, found, day, seconds in lines}
 
 
 def rooms_with_slow_tests() -> list[str]:
@@ -130,27 +151,52 @@ def choose() -> None:
         sys.exit(
             f"CI_PART is {' '.join(sorted(unknown))}; choose all or some of {', '.join(rooms)}"
         )
-    unchanged = [r for r in rooms if r in passed and passed[r][0] == digest(r)]
+    unchanged = [r for r in rooms if r in passed and passed[r].digest == digest(r)]
     commits = int(git("rev-list", "--count", "HEAD"))
-    turn = unchanged[commits % len(unchanged) :][:1] if unchanged else []
-    run = [r for r in rooms if r not in unchanged or r in turn or {r, "all"} & set(wanted)]
+    changed = [r for r in turn(rooms, commits) if r not in unchanged]
+    changed.sort(key=lambda r: passed[r].day if r in passed else "")
+    chosen, left_s = [], BUDGET_S
+    for room in changed + turn(unchanged, commits)[:1]:
+        seconds = passed[room].seconds if room in passed else 0
+        if seconds <= left_s or not chosen:
+            chosen.append(room)
+            left_s -= seconds
+    run = [r for r in rooms if r in chosen or {r, "all"} & set(wanted)]
     print(*run)
     for room in rooms:
         if room not in run:
-            print(f"{room}: not run, as it passed on {passed[room][1]}")
+            why = "it is unchanged" if room in unchanged else f"{BUDGET_S // 60} minutes are used"
+            print(f"{room}: not run, as {why}; it passed on {passed[room].day}")
 
 
-def note(rooms: list[str]) -> None:
-    """Notes that the slow tests of these rooms passed."""
-    known = notes() | {room: (digest(room), date.today().isoformat()) for room in rooms}
-    lines = (f"{room} {found} {day}\n" for room, (found, day) in sorted(known.items()))
+def turn(rooms: list[str], number: int) -> list[str]:
+    """Returns the rooms in the same order, but with another first one for each number."""
+    start = number % len(rooms) if rooms else 0
+    return rooms[start:] + rooms[:start]
+
+
+def note(rooms: list[str], times: Path) -> None:
+    """Notes that the slow tests of these rooms passed.
+
+    Args:
+        rooms: Names of the rooms.
+        times: JUnit file of the run.
+    """
+    seconds = dict.fromkeys(rooms, 0.0)
+    for case in ElementTree.parse(times).iter("testcase"):
+        room = case.attrib["classname"].split(".")[1]
+        if room in seconds:
+            seconds[room] += float(case.attrib["time"]) / WORKERS
+    today = date.today().isoformat()
+    known = notes() | {room: Pass(digest(room), today, round(seconds[room])) for room in rooms}
+    lines = (f"{room} {p.digest} {p.day} {p.seconds}\n" for room, p in sorted(known.items()))
     PASSED.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["choose"]:
         choose()
-    elif sys.argv[1:2] == ["passed"]:
-        note(sys.argv[2:])
+    elif sys.argv[1:2] == ["passed"] and len(sys.argv) > 2:
+        note(sys.argv[3:], Path(sys.argv[2]))
     else:
         sys.exit(__doc__)

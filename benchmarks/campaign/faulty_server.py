@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from recserve.config import ServerConfig
-from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.runtime.runner import BatchSlice, Runner
+from recserve.engine.item_scheduler import RoundScheduler
+from recserve.engine.runner import Runner
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.server.run import serve
@@ -41,7 +42,7 @@ def main() -> int:
     forward, check_device, schedule = (
         Runner.forward,
         Runner.check_device,
-        ItemScheduler.schedule,
+        RoundScheduler.schedule,
     )
 
     def fail_if_lost(device: object = None) -> None:
@@ -50,7 +51,7 @@ def main() -> int:
 
     def faulty(
         self: Runner,
-        pieces: Sequence[BatchSlice],
+        parts: Sequence[TreeBatch],
         taps: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> Sequence[Tensor]:
@@ -58,9 +59,9 @@ def main() -> int:
         if (config.parent / ONCE).exists():
             (config.parent / ONCE).unlink()
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        return forward(self, pieces, taps, masks)
+        return forward(self, parts, taps, masks)
 
-    def poisoned_schedule(self: ItemScheduler) -> Any:
+    def poisoned_schedule(self: RoundScheduler) -> Any:
         poisoned = any(getattr(one.request, "k", 0) == POISON for one in self.admitted)
         if poisoned and (config.parent / POISONED).exists():
             raise RuntimeError("a poisoned request")
@@ -70,7 +71,7 @@ def main() -> int:
         mock.patch.object(Runner, "forward", faulty),
         mock.patch.object(Runner, "check_device", lambda _: check_device(ON_CUDA)),
         mock.patch.object(torch.cuda, "synchronize", fail_if_lost),
-        mock.patch.object(ItemScheduler, "schedule", poisoned_schedule),
+        mock.patch.object(RoundScheduler, "schedule", poisoned_schedule),
     ):
         return serve(ServerConfig.load({}, config))
 

@@ -18,11 +18,10 @@ from recserve.kernels.acceptance import acceptance
 from recserve.kernels.acceptance.acceptance import Keys
 from recserve.kernels.attention import reference
 from recserve.kernels.attention.attention import tree_attention
-from recserve.kernels.attention.fp8 import attention_to
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.fp8 import Fp8
 from recserve.kernels.tree import merge
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 # Largest allowed ||got - expected|| / ||expected||. The reference computes `expected` in float32
 # from the same inputs.
@@ -157,7 +156,7 @@ class AttentionCase:
             tree.to(device),
             queries.to(device),
             slots[sum(roots) :],
-            torch.split(slots[: sum(roots)], roots),
+            Prefixes.of(torch.split(slots[: sum(roots)], roots)),
         )
         keys, values = torch.randn(2, total + 7, self.kv_heads, self.dim, generator=g).to(
             device, self.dtype
@@ -167,7 +166,7 @@ class AttentionCase:
         activation = Activation(100.0) if self.silu else SOFTMAX
         own = batch.query_slots()
         stored = (Fp8.of(keys), Fp8.of(values)) if self.fp8 else (keys, values)
-        attention = attention_to(stored[0], tree_attention)(batch, activation)
+        attention = tree_attention(batch, HeadLayout.of(query, stored[0]), activation)
         got = attention(query, keys[own], values[own], *stored)
         floats = [x.float() for x in stored]
         expected = reference.tree_attention(query.float(), *floats, batch, activation)
@@ -178,10 +177,11 @@ def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
     """Checks one tree of `nodes` nodes over a prefix of `root` tokens."""
     tree = draw_tree("tree", nodes, torch.Generator().manual_seed(1)).to(device)
     slots = torch.arange(nodes + root, device=device)
-    batch = TreeBatch(tree, None, slots[root:], (slots[:root],))
+    batch = TreeBatch(tree, None, slots[root:], Prefixes.of([slots[:root]]))
     keys, values = torch.randn(2, nodes + root, 2, 64, device=device).bfloat16()
     query = torch.randn(nodes, 2, 64, device=device).bfloat16()
-    got = tree_attention(batch)(query, keys[root:], values[root:], keys, values)
+    attention = tree_attention(batch, HeadLayout.of(query, keys))
+    got = attention(query, keys[root:], values[root:], keys, values)
     return worst_error([got], [reference.tree_attention(query.float(), keys, values, batch)])
 
 
@@ -211,9 +211,10 @@ def far_slots(device: str, elements: int = 2**31) -> float:
     query = torch.randn(64, 32, 128, device=device).bfloat16()
     out = []
     for place in (near, far):
-        batch = TreeBatch(tree, None, place[200:], (place[:200],))
+        batch = TreeBatch(tree, None, place[200:], Prefixes.of([place[:200]]))
         own = keys[place[200:]], values[place[200:]]
-        out.append(tree_attention(batch)(query, *own, keys, values))
+        attention = tree_attention(batch, HeadLayout.of(query, keys))
+        out.append(attention(query, *own, keys, values))
     expected = reference.tree_attention(query.float(), keys, values, batch)
     return max(worst_error(out[1:], out[:1]), worst_error(out[:1], [expected]))
 

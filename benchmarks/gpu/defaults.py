@@ -50,7 +50,7 @@ def default_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[
     with complaints() as heard:
         engine = build_engine(EngineModels(model), EngineConfig())
         built_s = time.perf_counter() - began
-        engine.record(trie)
+        engine.capture(trie)
     stats = engine.stats()
     yield {
         "engine": "defaults: start",
@@ -170,7 +170,9 @@ def changed_catalogue(
     )
     replayed = engine.stats().graph_searches.get("replayed", 0)
     second = engine.submit(
-        SlateQuery(root=old.root, trie=version, k=old.k, beam_width=old.beam_width, strategy="beam")
+        SlateQuery(
+            prefix=old.prefix, trie=version, k=old.k, beam_width=old.beam_width, strategy="beam"
+        )
     ).result()
     assert isinstance(second, Slate)
     if first.rows[0] in second.rows:

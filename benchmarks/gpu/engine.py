@@ -27,16 +27,16 @@ from benchmarks.support.drawn import (
 from benchmarks.support.failures import attempted, complaints, failure, once
 from benchmarks.support.timing import Deadline
 from recserve.core.request import Prefix, RankQuery, SlateQuery
+from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.engine import Engine
-from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine.capture import (
     CudaRecorder,
     EagerRecorder,
     Recorder,
     is_cuda,
 )
+from recserve.engine.engine import Engine
+from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
@@ -90,9 +90,9 @@ def recorded(
     nezha: Any = engine._strategies["nezha"]
     limits = SearchLimits(shapes, room, seconds=float("inf"), bytes=2**35)
     recorder = recorder or recorder_for(model.tokens.weight.device)
-    graphs = BeamSearchGraphs(lane.runner, model, nezha.head, limits, recorder)
+    graphs = BeamSearchGraphs(lane.runner, lane.kv, model, nezha.head, limits, recorder)
     lane.searches = graphs
-    engine.record(trie)
+    engine.capture(trie)
     return graphs
 
 
@@ -228,7 +228,7 @@ def larger(device: str) -> float:
         asked: list[list[Any]] = [
             [
                 SlateQuery(
-                    root=recommend_root(model, n, n),
+                    prefix=recommend_root(model, n, n),
                     trie=catalogue.trie.to(d),
                     k=10,
                     beam_width=50,
@@ -249,7 +249,7 @@ def requests_of(
     batch, width = cell
     roots = [recommend_root(model, events, 1000 * seed + i) for i in range(batch)]
     return [
-        SlateQuery(root=root, trie=trie, k=10, beam_width=width, strategy=strategy)
+        SlateQuery(prefix=root, trie=trie, k=10, beam_width=width, strategy=strategy)
         for root in roots
     ]
 
@@ -335,7 +335,7 @@ def slates(
     cells = ((1, 10),) if smoke else ((1, 50), (8, 50), (64, 50), (1, 256))
     for how in ("recorded", "launched"):
         engine = recommender_engine(model, 2**24 if smoke else 2**33)
-        strategies = engine.strategies
+        strategies = engine.selectable
         if how == "recorded":
             strategies = ("beam", "nezha")
             shapes = tuple(SearchShape(*cell) for cell in cells if cell[0] < 64)

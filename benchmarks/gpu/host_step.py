@@ -29,14 +29,14 @@ from benchmarks.gpu.text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from benchmarks.support.timing import machine
 from recserve.core.request import SlateQuery
+from recserve.engine.beam_search_graph import SearchShape
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.capture import EagerRecorder
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step import StepOutputs
-from recserve.engine.text.text_step_graph import SHAPES, GraphLimits, TextStepGraphs
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step import StepOutputs
+from recserve.engine.text_step_graph import SHAPES, TextStepGraphs, TextStepLimits
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.ngram import NgramDrafter
@@ -95,9 +95,9 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     lane: Any = engine.schedulers["text"]
     stored = StoredSteps()
     shapes = tuple(shape for shape in SHAPES if shape.nodes <= (72 if smoke else 264))
-    limits = GraphLimits(shapes, seconds=float("inf"))
-    graphs = TextStepGraphs(lane.runner, model, 64, limits, stored, drafters)
-    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+    limits = TextStepLimits(shapes, seconds=float("inf"))
+    graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, stored, drafters)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs, kv=lane.kv)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):
@@ -118,7 +118,7 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
         asked = [
             SlateQuery(
-                root=root,
+                prefix=root,
                 trie=catalogue.trie,
                 k=10,
                 beam_width=50,

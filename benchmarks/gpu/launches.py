@@ -29,9 +29,9 @@ from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.searches import wide_catalogue
 from benchmarks.support.drawn import drawn_roots, drawn_there
 from recserve.core.request import SlateQuery
-from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.runtime.runner import Runner
+from recserve.engine.beam_search_graph import SearchShape
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.runner import Runner
 from recserve.kernels import backend
 from recserve.kernels.attention.attention import tree_attention
 from recserve.kernels.layers import operators
@@ -143,7 +143,7 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
             recorded(engine, model, catalogue.trie, searches, 1024, Once())
         for strategy in ("beam", "nezha"):
             request = SlateQuery(
-                root=root, trie=catalogue.trie, k=10, beam_width=width, strategy=strategy
+                prefix=root, trie=catalogue.trie, k=10, beam_width=width, strategy=strategy
             )
             engine.run(request)
             with counting(engine) as launches:

@@ -28,9 +28,9 @@ from benchmarks.support.drawn import drawn_there
 from benchmarks.support.failures import attempted
 from benchmarks.support.timing import Deadline, milliseconds
 from recserve.core.request import Prefix, PrewarmQuery, SlateQuery
+from recserve.engine.beam_search_graph import SearchShape
+from recserve.engine.capture import cuda_prefills
 from recserve.engine.engine import Engine
-from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.engine.runtime.cuda_graphs import cuda_prefills
 from recserve.kernels.trie.trie import Trie
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
@@ -72,7 +72,7 @@ def profile_rows(device: str, smoke: bool, deadline: Deadline) -> Iterator[dict[
 def cold(engine: Engine, asked: Callable[[int], list[SlateQuery]]) -> None:
     """Computes the prefix of a request without a cache."""
     engine.forget_all()
-    engine.run(PrewarmQuery(asked(0)[0].root, "recommender"))
+    engine.run(PrewarmQuery(asked(0)[0].prefix, "recommender"))
 
 
 def profiled(name: str, call: Callable[[], Any], device: str) -> Iterator[dict[str, Any]]:

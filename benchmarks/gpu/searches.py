@@ -30,8 +30,8 @@ from benchmarks.gpu.engine import (
 from benchmarks.support.drawn import Catalogue, drawn_there
 from benchmarks.support.failures import attempted, complaints, once
 from benchmarks.support.timing import Deadline
-from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.engine.runtime.cuda_graphs import PrefillBucket, PrefillGraphs
+from recserve.engine.beam_search_graph import SearchShape
+from recserve.engine.capture import PrefillBucket, PrefillGraphs
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig
 from tests.support.device_worlds import Recommending, recommending
@@ -105,7 +105,7 @@ def prefill_checks(device: str, smoke: bool = False) -> Iterator[Task]:
         with complaints() as heard:
             recorder = recorder_for(torch.device(device))
             buckets = PrefillBucket(17), PrefillBucket(65)
-            graphs = PrefillGraphs(runner, world.model, recorder, buckets=buckets)
+            graphs = PrefillGraphs(runner, scheduler.kv, world.model, recorder, buckets=buckets)
         scheduler.prefills = graphs
         spoil(runner)
         worst = 0.0

@@ -23,11 +23,11 @@ from benchmarks.gpu.checks import Task, spoil
 from benchmarks.support.failures import attempted, complaints, failure, once
 from benchmarks.support.timing import Deadline, back_to_back_milliseconds
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.capture import EagerRecorder
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import SHAPES, GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import SHAPES, StepShape, TextStepGraphs, TextStepLimits
 from recserve.kernels.host import on_device
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
@@ -164,7 +164,7 @@ def text_engine(
         more: True adds a drafter with captured heads, and one that is verified by rejection.
     """
     cuda, vocabulary = model.tokens.weight.is_cuda, model.config.vocab_size
-    limits = GraphLimits(shapes or (), seconds=float("inf"), bytes=2**35)
+    limits = TextStepLimits(shapes or (), seconds=float("inf"), bytes=2**35)
     recorded = shapes is not None
     config = EngineConfig(
         kv_bytes=kv_bytes, graphs=recorded and cuda, graph_limits=limits, load_aware=False
@@ -177,8 +177,10 @@ def text_engine(
     engine = build_engine(EngineModels(text=model, drafters=drafters), config)
     if recorded and not cuda:
         lane: Any = engine.schedulers["text"]
-        graphs = TextStepGraphs(lane.runner, model, 64, limits, EagerRecorder(), drafters)
-        engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+        graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, EagerRecorder(), drafters)
+        engine.schedulers["text"] = TextScheduler(
+            lane.runner, model, lane.limits, graphs, kv=lane.kv
+        )
     return engine
 
 

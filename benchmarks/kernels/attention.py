@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from recserve.kernels.attention.attention import tree_attention
-from recserve.kernels.attention.fp8 import attention_to
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.fp8 import Fp8
 from recserve.kernels.tree import TokenTree, chain, from_parents, merge, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,9 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
     tree = merge([draw_tree(shape.kind, shape.nodes, g) for _ in range(shape.batch)]).to(device)
     size = shape.root + shape.nodes
     slots = torch.arange(shape.batch * size, device=device).view(shape.batch, size) + 16
-    batch = TreeBatch(tree, None, slots[:, shape.root :].flatten(), tuple(slots[:, : shape.root]))
+    batch = TreeBatch(
+        tree, None, slots[:, shape.root :].flatten(), Prefixes.of(list(slots[:, : shape.root]))
+    )
     g = torch.Generator(device).manual_seed(seed)
 
     def normal(*sizes: int) -> Tensor:
@@ -110,7 +111,8 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
 
 def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
     """Returns this project's attention, planned once, as for the many layers of a forward pass."""
-    attention = tree_attention(problem.batch, activation)
+    heads = HeadLayout.of(problem.query, problem.keys)
+    attention = tree_attention(problem.batch, heads, activation)
     slots = problem.batch.slots
     key, value = problem.keys[slots], problem.values[slots]
     return lambda: attention(problem.query, key, value, problem.keys, problem.values)
@@ -119,8 +121,8 @@ def ours(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Ten
 def ours_fp8(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[], Tensor]:
     """Returns the same attention with 8-bit keys and values."""
     keys, values = Fp8.of(problem.keys), Fp8.of(problem.values)
-    attend = attention_to(keys, tree_attention)(problem.batch, activation)
     query = problem.query
+    attend = tree_attention(problem.batch, HeadLayout.of(query, keys), activation)
     return lambda: attend(query, query, query, keys, values)
 
 

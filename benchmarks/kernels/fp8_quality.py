@@ -24,10 +24,11 @@ from benchmarks.support.timing import machine
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.fp8 import FP8
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
@@ -63,13 +64,8 @@ def predictions(model: LanguageModel, text: torch.Tensor, dtype: torch.dtype) ->
     adapter = DecoderAdapter(model)
     inputs, slots = text[:-1], torch.arange(len(text) - 1)
     runner = Runner(adapter, KVPool(adapter.kv_shape, len(slots), 1, dtype))
-    piece = BatchSlice(
-        tree=chain(inputs),
-        inputs=NodeInputs(inputs),
-        queries=None,
-        slots=slots,
-        prefix_slots=(slots[:0],),
-    )
+    nothing = Prefixes.of([slots[:0]])
+    piece = TreeBatch(chain(inputs), None, slots, nothing, inputs=NodeInputs(inputs))
     return model.logits(runner.forward([piece])[0]).float().log_softmax(-1)
 
 

@@ -99,7 +99,7 @@ def answers(
 
     def engine(roots: list[Prefix]) -> list[Slate]:
         requests: list[Request] = [
-            SlateQuery(root=root, trie=trie, k=width, beam_width=width) for root in roots
+            SlateQuery(prefix=root, trie=trie, k=width, beam_width=width) for root in roots
         ]
         return model.engine.run_many(requests)  # type: ignore[return-value]
 

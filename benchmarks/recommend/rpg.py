@@ -69,7 +69,7 @@ class Served:
         weight = self.weight if strategy == "beam" else 0.0
         return [
             SlateQuery(
-                root=self.root(h),
+                prefix=self.root(h),
                 trie=self.trie,
                 k=TOP,
                 beam_width=50,
@@ -95,7 +95,7 @@ def states(served: Served) -> Iterator[tuple[list[SlateQuery], Tensor]]:
     tables, requests = served.model.level_tables(), served.requests("rpg")
     for start in range(0, len(requests), BATCH):
         part = requests[start : start + BATCH]
-        tokens = [r.root.inputs.tokens for r in part]
+        tokens = [r.prefix.inputs.tokens for r in part]
         padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
         hidden = served.model(padded, torch.arange(padded.shape[1]), DenseAttention())
         last = torch.tensor([len(t) - 1 for t in tokens])

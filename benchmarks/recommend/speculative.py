@@ -94,7 +94,7 @@ def offer_drafts(subject: Subject) -> None:
         raise ValueError("the bundle has no calibrated draft head; run `recserve train drafter`")
     drafted = SpeculativeStrategy(subject.model, strategy.head)
     drafted.policy = AlwaysDrafting(drafted.name, strategy.head)
-    subject.engine.offer(DRAFTED, drafted)
+    subject.engine.add_strategy(DRAFTED, drafted)
 
 
 def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measured:

@@ -100,7 +100,7 @@ def measured_cell(
 ) -> dict[str, dict[str, Runs]]:
     """Returns the runs by strategy and kind of visit."""
     runs: dict[str, dict[str, Runs]] = {}
-    for seed, name in enumerate(options.strategies or subject.engine.strategies):
+    for seed, name in enumerate(options.strategies or subject.engine.selectable):
         if name in UNTRAINED and not options.bundle:
             runs[name] = {visit: Runs((), "needs trained heads") for visit in VISITS}
             continue

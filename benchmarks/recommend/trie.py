@@ -33,7 +33,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.level_search import BestChildren, ChildQuery, best_children
-from recserve.kernels.trie.native import Cell, LevelCodes, Levels, NativeDescent
+from recserve.kernels.trie.native import DescentResult, LevelCodes, NativeDescent, RecurrentCell
 from recserve.kernels.trie.trie import BatchFilter, LeafBits, LeafFilter, Trie, build_trie
 from recserve.search.filters import leaf_filter
 
@@ -148,21 +148,21 @@ def step_of(
     return partial(best_children, trie, query)
 
 
-def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[], Levels]:
+def search_of(trie: Trie, width: int, allowed: LeafFilter | None) -> Callable[[], DescentResult]:
     """Returns the search through all levels in C, with a recurrent head."""
     g = torch.Generator().manual_seed(0)
     books = [torch.randn(codes, HEAD, generator=g) for codes in trie.codebook_sizes]
     mix = Panels.of(torch.randn(HEAD, HEAD, generator=g), None)
     search = NativeDescent(
-        [LevelCodes.of(book) for book in books], [Cell(mix, b) for b in books[:-1]]
+        [LevelCodes.of(book) for book in books], [RecurrentCell(mix, b) for b in books[:-1]]
     )
     last, contexts = torch.randn(1, HEAD, generator=g), torch.zeros(1, trie.num_levels, HEAD)
     log_probs, paths = torch.zeros(1, 1), torch.empty(1, 1, 0, dtype=torch.int64)
 
-    def run() -> Levels:
+    def run() -> DescentResult:
         return search(
             trie, log_probs, paths, last, trie.num_levels,
-            widths=[width], bounds=[-1], filters=[allowed], contexts=contexts,
+            widths=[width], threshold_ranks=[-1], filters=[allowed], contexts=contexts,
         )  # fmt: skip
 
     return run

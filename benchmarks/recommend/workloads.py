@@ -75,8 +75,8 @@ class Subject:
         self.engine = build_engine(
             EngineModels(model, heads=heads), EngineConfig(kv_bytes=slot * 65_536)
         )
-        self.engine.record(trie)  # the server captures its searches too
-        self.chooser = StrategyChooser(self.engine.strategies)
+        self.engine.capture(trie)  # the server captures its searches too
+        self.chooser = StrategyChooser(self.engine.selectable)
         self.index = item_index(model, heads)
 
     def ask(
@@ -90,7 +90,7 @@ class Subject:
         slates: list[Any] = self.engine.run_many(
             [
                 SlateQuery(
-                    root=root,
+                    prefix=root,
                     trie=self.trie,
                     k=k,
                     beam_width=width,

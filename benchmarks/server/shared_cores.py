@@ -42,7 +42,7 @@ def slates(threads: int, seconds: float) -> list[float]:
     model.pack()
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=2**27))
     roots = drawn_roots(model, 50, 8, 0)
-    asked = [SlateQuery(root=root, trie=catalogue.trie, k=50, beam_width=50) for root in roots]
+    asked = [SlateQuery(prefix=root, trie=catalogue.trie, k=50, beam_width=50) for root in roots]
     engine.run_many(asked)
     taken: list[float] = []
     limit = time.monotonic() + seconds

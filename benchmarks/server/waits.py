@@ -75,7 +75,7 @@ class Requests:
         models = EngineModels(self.recommender, self.ranker, text=text)
         self.engine = build_engine(models, EngineConfig(kv_bytes=2**28))
         (root,) = drawn_roots(self.recommender, 50, 1, 99)
-        self.slate = SlateQuery(root=root, trie=self.trie, k=10, beam_width=10)
+        self.slate = SlateQuery(prefix=root, trie=self.trie, k=10, beam_width=10)
 
     def text(self, prompt: int, tokens: int, before: int = 0) -> TextQuery:
         """Returns a completion of a random prompt, with so many equal ones before it in its
@@ -91,7 +91,7 @@ class Requests:
         empty = Prefix(NodeInputs(torch.empty(0, dtype=torch.int64)), np.empty(0, np.int64))
         match kind:
             case "recommend":
-                return [SlateQuery(root=root, trie=self.trie, k=200, beam_width=500)]
+                return [SlateQuery(prefix=root, trie=self.trie, k=200, beam_width=500)]
             case "rank, likelihood":
                 return [LikelihoodQuery(root, self.trie, np.arange(MOST_ITEMS))]
             case "rank":

@@ -26,7 +26,7 @@ from recserve.batch.texts import (
     text_call,
 )
 from recserve.batch.together import NoAnswer
-from recserve.engine.runtime.scheduler import RequestTooLarge
+from recserve.engine.scheduler import RequestTooLarge
 from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
 from recserve.schemas.validation import converted
 from recserve.service.errors import ContextExceeded, UnknownModel

@@ -78,7 +78,7 @@ class SlateRecipe:
         torch.set_num_threads(self.threads)
         with Service.open(self.bundle, self.store, self.device) as service:
             engine, strategy = service.engine, self.defaults.strategy
-            there = ("auto", *engine.strategies, *LISTS)
+            there = ("auto", *engine.selectable, *LISTS)
             if strategy not in there:
                 listed = ", ".join(there)
                 raise WrongOption(f"strategy is {strategy!r}; expected one of {listed}")

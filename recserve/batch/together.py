@@ -49,7 +49,7 @@ def together(service: Service) -> Recommend:
             body = structs.replace(body, strategy=chosen.strategy)
             if strategy_classes()[chosen.strategy].dense_weight == "used":
                 body = structs.replace(body, dense_weight=chosen.dense_weight)
-        elif body.strategy == AUTO and BEAM in engine.strategies:
+        elif body.strategy == AUTO and BEAM in engine.selectable:
             body = structs.replace(body, strategy=BEAM)
         return service.recommender.begin(body).wait
 

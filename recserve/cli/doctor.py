@@ -252,9 +252,9 @@ def describe_graphs(stats: EngineStats) -> Finding:
 
 def vocabulary_limit(vocabulary: int) -> str:
     """Names the steps that need too much memory for capture on a GPU with this vocabulary."""
-    from recserve.engine.text.text_step_graph import GraphLimits, StepBucket, StepKind
+    from recserve.engine.text_step_graph import StepBucket, StepKind, TextStepLimits
 
-    limits = GraphLimits()
+    limits = TextStepLimits()
     found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
     steps = [StepBucket(shape, StepKind(everything=True)) for shape in limits.shapes]
     large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
@@ -280,12 +280,12 @@ def check_searches(path: Path) -> Finding:
     if models.recommender is None:
         return Finding("searches", "ok", "none: the bundle holds no recommender")
     engine = build_engine(EngineModels(models.recommender, heads=models.heads))
-    if "beam" not in engine.strategies:
+    if "beam" not in engine.selectable:
         return Finding("searches", "ok", "none: `rpg` scores all levels at once")
     if device.type != "cuda":
-        return plan_searches(models.recommender.config.dense_head, engine.strategies, device.type)
-    engine.record(snapshot.trie)
-    return describe_searches(engine.stats(), engine.strategies)
+        return plan_searches(models.recommender.config.dense_head, engine.selectable, device.type)
+    engine.capture(snapshot.trie)
+    return describe_searches(engine.stats(), engine.selectable)
 
 
 def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
@@ -296,7 +296,7 @@ def plan_searches(weighs: bool, strategies: Seq[str], device: str) -> Finding:
         strategies: Strategies of the engine.
         device: Device of this machine.
     """
-    from recserve.engine.items.beam_search_graph import SearchLimits, buckets_of
+    from recserve.engine.beam_search_graph import SearchLimits, buckets_of
 
     limits = SearchLimits()
     count = len(buckets_of(weighs, "nezha" in strategies, limits.shapes))
@@ -315,7 +315,7 @@ def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
 
 def _launched(strategies: Seq[str]) -> str:
     """Lists the searches that are never captured, with the reasons."""
-    from recserve.engine.items.beam_search_graph import SearchLimits
+    from recserve.engine.beam_search_graph import SearchLimits
     from recserve.search.strategy import strategy_classes
 
     limits = SearchLimits()

@@ -19,12 +19,12 @@ def all_finite(states: Tensor) -> bool:
     """Returns whether every number is finite.
 
     The check is one sum. The host reads the sum, so this function is for states on a CPU. On other
-    devices, `flaws_of` leaves the flag on the device until results are read.
+    devices, `nonfinite_flags` leaves the flag on the device until results are read.
     """
     return math.isfinite(states.sum(dtype=torch.float32).item())
 
 
-def flaws_of(states: Tensor) -> Tensor:
+def nonfinite_flags(states: Tensor) -> Tensor:
     """Returns [n] float32: 0 for each finite state of states [n, ...], NaN for each of the others.
 
     Flaws of several states of a request can be added: the sum is NaN if one of them is.
@@ -32,10 +32,10 @@ def flaws_of(states: Tensor) -> Tensor:
     return states.flatten(1).sum(1, dtype=torch.float32) * 0.0
 
 
-def without_flaws(states: Tensor, flaws: Tensor) -> Tensor:
-    """Returns states [n, E] with zeros in the rows whose flaw [n] is NaN.
+def without_nonfinite(states: Tensor, nonfinite: Tensor) -> Tensor:
+    """Returns states [n, E] with zeros in the rows whose flag [n] is NaN.
 
     Every comparison with NaN is false, so one such state would keep the search of a whole batch
-    from ending. A flawed request is searched with zeros, and an error replaces its result.
+    from ending. A nonfinite request is searched with zeros, and an error replaces its result.
     """
-    return torch.where((flaws == 0)[:, None], states, 0.0)
+    return torch.where((nonfinite == 0)[:, None], states, 0.0)

@@ -57,8 +57,8 @@ class Prefix:
             cache compares keys only.
         shared: Number of first rows that all rows attend to (MTGR's profile and long history). They
             are cached as one piece.
-        salt: Only roots with the same salt share cached pages. By default that of the request that
-            is being prepared.
+        salt: Only prefixes with the same salt share cached pages. By default that of the request
+            that is being prepared.
     """
 
     inputs: NodeInputs
@@ -72,7 +72,7 @@ class SlateQuery:
     """A request for the k best items.
 
     Attributes:
-        root: The user's history.
+        prefix: The user's history.
         trie: Catalogue version to answer from.
         k: Number of items.
         beam_width: Requested beam width. See `width`.
@@ -91,7 +91,7 @@ class SlateQuery:
         explain: Whether the slate comes with the tree of its search. The slate is the same.
     """
 
-    root: Prefix
+    prefix: Prefix
     trie: Trie
     k: int
     beam_width: int
@@ -114,15 +114,15 @@ class SlateQuery:
 
 @dataclass(frozen=True)
 class PrefixKeys:
-    """The keys of a root that the engine should forget, together with its prefixes.
+    """The keys of a prefix that the engine should forget, together with its beginnings.
 
     Attributes:
         keys: [n] int64, as in `Prefix`.
         shared: As in `Prefix`.
-        kept: Number of first rows whose pages and cached roots stay.
-        drafter: Drafter whose own keys and values the pages hold as well. Its roots are found only
-            with the same name. Empty if there is none.
-        salt: As in `Prefix`. None: the roots of every salt.
+        kept: Number of first rows whose pages and cached prefixes stay.
+        drafter: Drafter whose own keys and values the pages hold as well. Its prefixes are found
+            only with the same name. Empty if there is none.
+        salt: As in `Prefix`. None: the prefixes of every salt.
     """
 
     keys: np.ndarray
@@ -137,13 +137,13 @@ class LikelihoodQuery:
     """A request to score given items by the log-probability of their semantic ids.
 
     Attributes:
-        root: The user's history.
+        prefix: The user's history.
         trie: Catalogue version of the items.
         rows: [M] item rows.
         deadline_s: As in `SlateQuery`.
     """
 
-    root: Prefix
+    prefix: Prefix
     trie: Trie
     rows: np.ndarray
     deadline_s: float | None = None
@@ -154,14 +154,14 @@ class RankQuery:
     """A request to score candidates with the ranker.
 
     Attributes:
-        root: The user's history.
+        prefix: The user's history.
         candidates: M input rows, one token each.
-        prefix_limits: [M] number of root rows that each candidate attends to: those older than its
-            exposure. None: all rows.
+        prefix_limits: [M] number of prefix rows that each candidate attends to: those older than
+            its exposure. None: all rows.
         deadline_s: As in `SlateQuery`.
     """
 
-    root: Prefix
+    prefix: Prefix
     candidates: NodeInputs
     prefix_limits: np.ndarray | None = None
     deadline_s: float | None = None
@@ -169,25 +169,25 @@ class RankQuery:
 
 @dataclass(frozen=True)
 class PrewarmQuery:
-    """A request to compute a root, so that the next request on it computes only its tree.
+    """A request to compute a prefix, so that the next request on it computes only its tree.
 
     Attributes:
-        root: The user's history.
+        prefix: The user's history.
         model: The model that reads it.
         deadline_s: As in `SlateQuery`.
     """
 
-    root: Prefix
+    prefix: Prefix
     model: Literal["recommender", "ranker"]
     deadline_s: float | None = None
 
 
 @dataclass(frozen=True)
 class TextScoreQuery:
-    """A request to score label tokens after each of M texts that share a prefix, the root.
+    """A request to score label tokens after each of M texts that share a prefix.
 
     Attributes:
-        root: The shared prefix.
+        prefix: The shared prefix.
         tokens: [n] int64 tokens of the texts, packed.
         offsets: [M + 1] start of each text. No text is empty.
         labels: K token ids.
@@ -196,7 +196,7 @@ class TextScoreQuery:
             groups give way to the requests of other bodies.
     """
 
-    root: Prefix
+    prefix: Prefix
     tokens: np.ndarray
     offsets: np.ndarray
     labels: tuple[int, ...]
@@ -209,7 +209,7 @@ class PromptQuery:
     """A request for the log-probabilities or the mean state of a prompt's own tokens.
 
     Attributes:
-        root: An empty prefix.
+        prefix: An empty prefix.
         tokens: [n] int64 tokens of the prompt, at least one.
         num_top: Number of likeliest tokens to report at each place; None computes no
             log-probabilities.
@@ -218,7 +218,7 @@ class PromptQuery:
         group: As in `TextScoreQuery`.
     """
 
-    root: Prefix
+    prefix: Prefix
     tokens: np.ndarray
     num_top: int | None = None
     mean: bool = False
@@ -235,14 +235,14 @@ class Timing:
 
     Attributes:
         queue_ms: Time in the queue.
-        prefill_ms: Time of forwards that compute the root.
-        draft_ms: Time of drafting and retrieval.
-        verify_ms: Time of forwards and search over the trees.
+        prefill_ms: Time of forwards that compute the prefix.
+        draft_ms: Time of proposing the trees.
+        verify_ms: Time of forwards over the trees, and of the search itself.
         total_ms: Time from submission to result.
         forwards: Target forwards.
         nodes: Tree nodes that the target computed.
-        root_cached: Prefix tokens found in the prefix cache.
-        root_computed: Prefix tokens that were computed.
+        prefix_cached: Prefix tokens found in the prefix cache.
+        prefix_computed: Prefix tokens that were computed.
         drafted: Whether a head or a cached draft proposed the scored nodes. `speculative` without a
             draft is beam search.
     """
@@ -254,8 +254,8 @@ class Timing:
     total_ms: float = 0.0
     forwards: int = 0
     nodes: int = 0
-    root_cached: int = 0
-    root_computed: int = 0
+    prefix_cached: int = 0
+    prefix_computed: int = 0
     drafted: bool = False
 
 
@@ -285,7 +285,7 @@ class Slate:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Another search on the same root, because the caps left the slate too short.
+    """Another search on the same prefix, because the caps left the slate too short.
 
     Attributes:
         request: The same request, open only to items that can be added to the chosen ones.

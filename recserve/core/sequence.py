@@ -47,11 +47,13 @@ class Sequence:
         model: Name of the scheduler that runs it.
         client: Who sent it. Empty if a caller in this process did.
         background: Whether it runs only while no other item request does.
+        row: Its row of the slot table (engine/kv_cache.py). 0 while it has none.
+        slots: [W] that row: pool slots of its pages, in order.
         pages: Pages that it holds a reference to, in the order of its tokens.
         num_computed: Tokens at its beginning with keys and values.
         last_hidden: [E] state of the last of them. None if it is not known.
         timing: Time and work so far.
-        flawed: Whether a state or a score is not finite. Such a request fails.
+        nonfinite: Whether a state or a score is not finite. Such a request fails.
     """
 
     request: Any
@@ -60,11 +62,13 @@ class Sequence:
     model: str
     client: bytes = b""
     background: bool = False
+    row: int = 0
+    slots: Tensor = NO_SLOTS
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
     last_hidden: Tensor | None = None
     timing: Timing = field(default_factory=Timing)
-    flawed: bool = False
+    nonfinite: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -73,13 +77,13 @@ class SearchSequence(Sequence):
 
     Attributes:
         strategy: The strategy that computes it (core/strategy.py).
-        prefix_slots: [R] pool slots of the root. Empty while it waits.
+        prefix_length: R, prefix tokens, computed or not. 0 while it waits.
         tree_slots: Pool slots reserved for tree nodes.
         tree_used: Number of `tree_slots` in use.
         rounds: Forwards that scored a node of the request's trees.
         placeholder_states: [P, E] states of the strategy's placeholders. None until they are
             computed.
-        cached_prefix: What is cached with the root.
+        cached_prefix: What is cached with the prefix.
         chosen: Items that earlier searches chose for the request. None in the first search.
         traced: Prefixes that each forward scored, if the request wants an explanation.
     """
@@ -87,7 +91,7 @@ class SearchSequence(Sequence):
     request: Request
     future: Future[Result]
     strategy: Any
-    prefix_slots: Tensor = NO_SLOTS
+    prefix_length: int = 0
     tree_slots: Tensor = NO_SLOTS
     tree_used: int = 0
     rounds: int = 0
@@ -98,43 +102,30 @@ class SearchSequence(Sequence):
 
     @property
     def placeholders(self) -> NodeInputs | None:
-        """Inputs that the strategy reads after the root. None: it reads none."""
+        """Inputs that the strategy reads after the prefix. None: it reads none."""
         found: NodeInputs | None = self.strategy.placeholders
         return found
 
     @property
     def computed(self) -> bool:
-        """True when the root and its placeholders need no further forward."""
-        root = self.num_computed == self.root_length and (
-            self.last_hidden is not None or not self.root_length
+        """True when the prefix and its placeholders need no further forward."""
+        prefix = self.num_computed == self.prefix_length and (
+            self.last_hidden is not None or not self.prefix_length
         )
-        return root and (self.placeholders is None or self.placeholder_states is not None)
+        return prefix and (self.placeholders is None or self.placeholder_states is not None)
 
-    @property
-    def root_length(self) -> int:
-        """Number of root tokens R, computed or not."""
-        return self.prefix_slots.shape[0]
-
-    def place(
-        self,
-        pages: list[int],
-        prefix_slots: Tensor,
-        tree_slots: Tensor,
-        num_computed: int,
-        cached: CachedPrefix,
-    ) -> None:
-        """Gives the request its pages with their slots, and what is cached of its root."""
-        self.pages, self.prefix_slots, self.tree_slots = pages, prefix_slots, tree_slots
-        self.num_computed, self.cached_prefix = num_computed, cached
+    def take_cached(self, length: int, num_computed: int, cached: CachedPrefix) -> None:
+        """Starts with what is cached of the prefix, which has `length` tokens."""
+        self.prefix_length, self.num_computed, self.cached_prefix = length, num_computed, cached
         self.last_hidden, self.placeholder_states = cached.last_hidden, cached.placeholder_states
 
     def search_again(self, again: Continuation) -> None:
-        """Continues with another request on the same root; frees the slots of the old tree."""
+        """Continues with another request on the same prefix; frees the slots of the old tree."""
         self.request, self.chosen, self.tree_used = again.request, again, 0
 
     def restart(self) -> None:
         """Forgets what was computed, after a failed step. What earlier searches chose stays."""
-        self.num_computed, self.tree_used, self.flawed = 0, 0, False
+        self.num_computed, self.tree_used, self.nonfinite = 0, 0, False
         self.timing = Timing()
 
     def take_tree_slots(self, count: int) -> Tensor:
@@ -154,9 +145,9 @@ class SearchSequence(Sequence):
 
 
 def stacked_last_hidden(sequences: Seq[Sequence]) -> Tensor:
-    """Returns the [B, E] states of the last root tokens of B sequences with computed roots."""
+    """Returns the [B, E] states of the last prefix tokens of B sequences with computed prefixes."""
     states = [s.last_hidden for s in sequences if s.last_hidden is not None]
-    assert len(states) == len(sequences), "a root is not computed"
+    assert len(states) == len(sequences), "a prefix is not computed"
     return torch.stack(states)
 
 

@@ -1,4 +1,4 @@
-"""What turns the roots of requests into results: strategies, and the drafts they propose."""
+"""What turns the prefixes of requests into results: strategies, and the drafts they propose."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -39,22 +39,27 @@ class Draft:
 
 
 class Strategy(ABC):
-    """Turns the computed roots of requests into their results, in rounds of token trees.
+    """Turns the computed prefixes of requests into their results, in rounds of token trees.
 
     A round is `propose`, one forward pass, and `verify`. One state covers several requests that
     step together. Implementations: search/strategies/.
 
     Attributes:
-        placeholders: Auxiliary nodes after the root, computed in the root's own forward. Their
-            states stay with the cached root. None: there are none.
+        placeholders: Auxiliary nodes after the prefix, computed in the prefix's own forward. Their
+            states stay with the cached prefix. None: there are none.
         policy: Decides about its drafts. None: it drafts nothing.
         captured_search: Name of the captured search that can compute its results. None: there is
-            none.
+            none. Each class names its own, because a subclass may search in another way.
     """
 
     placeholders: NodeInputs | None = None
     policy: DraftPolicy | None = None
-    captured_search: str | None = None
+    captured_search: ClassVar[str | None] = None
+
+    def __init_subclass__(cls) -> None:
+        """Makes sure that a class does not inherit `captured_search`."""
+        super().__init_subclass__()
+        cls.captured_search = vars(cls).get("captured_search")
 
     def tree_capacity(self, request: Any) -> int:
         """Returns the most tree nodes that a request can have computed, over all rounds."""
@@ -62,11 +67,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, sequences: Seq[SearchSequence]) -> Any:
-        """Returns the state of requests whose roots are computed."""
+        """Returns the state of requests whose prefixes are computed."""
 
     def can_replay(self, sequences: Seq[SearchSequence]) -> bool:
         """Returns whether the captured search may compute these requests."""
-        return self.captured_search is not None
+        return True
 
     def after_replay(self, sequences: Seq[SearchSequence], search: Any) -> Any:
         """Returns the state of requests whose search is a replayed one, with its leaves."""
@@ -112,10 +117,10 @@ class OneRound:
 
 
 class OneRoundStrategy(Strategy):
-    """A strategy that needs one tree per request, or none besides the root."""
+    """A strategy that needs one tree per request, or none besides the prefix."""
 
     def tree(self, sequences: Seq[SearchSequence]) -> Draft | None:
-        """Returns the trees to score. None or empty trees: the roots alone give the results."""
+        """Returns the trees to score. None or empty trees: the prefixes alone give the results."""
         return None
 
     @abstractmethod
@@ -123,19 +128,23 @@ class OneRoundStrategy(Strategy):
         """Returns one result per sequence, in their order.
 
         Args:
-            sequences: The requests. Their roots are computed.
+            sequences: The requests. Their prefixes are computed.
             draft: What `tree` returned.
             hidden: [Tq, E] states of the draft's computed nodes. None if there are none.
         """
 
     def start(self, sequences: Seq[SearchSequence]) -> OneRound:
-        """Makes the trees, or the results where no tree is needed."""
+        """Makes the trees, or the results where no tree is needed.
+
+        Only the trees are a draft. Results without a tree are those of the search, as in a replay.
+        """
         began = time.perf_counter()
         state = OneRound(sequences, self.tree(sequences))
+        drafted_ms = (time.perf_counter() - began) * 1e3
+        for sequence in sequences:
+            sequence.timing.draft_ms += drafted_ms
         if state.draft is None or not len(state.draft.inputs):
             state.results = self.results(sequences, state.draft, None)
-        for sequence in sequences:
-            sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
 
     def finished(self, state: OneRound) -> bool:

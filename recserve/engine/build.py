@@ -9,19 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from recserve.core.draft_policy import DepthPolicy
+from recserve.engine.beam_search_graph import cuda_searches
+from recserve.engine.capture import cuda_prefills
+from recserve.engine.draft_proposer import text_step_cost
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.beam_search_graph import cuda_searches
-from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.kv_cache import cache_bytes
-from recserve.engine.runtime.cuda_graphs import cuda_prefills
-from recserve.engine.runtime.invariance import invariant_runner
-from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
-from recserve.engine.text.limits import TextLimits
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.step_cost import text_step_cost
-from recserve.engine.text.step_states import masks_of
-from recserve.engine.text.text_step_graph import cuda_steps
+from recserve.engine.invariance import invariant_runner
+from recserve.engine.item_scheduler import RoundScheduler
+from recserve.engine.kv_cache import KVCache, cache_bytes
+from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.text_scheduler import TextLimits, TextScheduler
+from recserve.engine.text_step import masks_of
+from recserve.engine.text_step_graph import cuda_steps
 from recserve.kernels.cache.fp8 import pool_dtype
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
@@ -79,13 +78,13 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     """
     config = _sized(config or EngineConfig(), models)
     engine = Engine(config)
-    engine.offer("warm", PrewarmStrategy())
+    engine.add_strategy("warm", PrewarmStrategy())
     if models.recommender is not None:
         _add_recommender(engine, models.recommender, models.heads)
     if models.ranker is not None:
         runner = _runner(RankerAdapter(models.ranker.eval()), config)
-        engine.schedulers["ranker"] = _item_scheduler(runner)
-        engine.offer("ranker", RankStrategy(models.ranker))
+        engine.schedulers["ranker"] = _item_scheduler(runner, config)
+        engine.add_strategy("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
         _add_text(engine, models.text)
@@ -101,10 +100,10 @@ def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
     if models.ranker is not None:
         adapters.append(RankerAdapter(models.ranker))
     graph_bytes = 0
-    if config.graphs is not False:
-        of_items = config.search_limits.bytes + config.prefill_limits.bytes
-        graph_bytes += of_items * (models.recommender is not None)
-        graph_bytes += config.graph_limits.bytes * (models.text is not None)
+    if models.recommender is not None:
+        graph_bytes += config.item_graph_bytes
+    if models.text is not None and config.graphs is not False:
+        graph_bytes += config.graph_limits.bytes
     device = adapters[0].device if adapters else torch.device("cpu")
     return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
 
@@ -140,17 +139,21 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    engine.schedulers["recommender"] = scheduler = _item_scheduler(runner)
+    engine.schedulers["recommender"] = scheduler = _item_scheduler(runner, config)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
-    engine.strategies = tuple(sorted(strategies))
+    engine.selectable = tuple(sorted(strategies))
     for name, strategy in {**strategies, "likelihood": likelihood_strategy(model)}.items():
-        engine.offer(name, strategy)
+        engine.add_strategy(name, strategy)
     if not config.invariant:
         wanted = config.graphs
-        scheduler.searches = cuda_searches(runner, model, heads.nezha, wanted, config.search_limits)
-        scheduler.prefills = cuda_prefills(runner, model, wanted, config.prefill_limits)
+        scheduler.searches = cuda_searches(
+            runner, scheduler.kv, model, heads.nezha, wanted, config.search_limits
+        )
+        scheduler.prefills = cuda_prefills(
+            runner, scheduler.kv, model, wanted, config.prefill_limits
+        )
 
 
 def _add_text(engine: Engine, model: LanguageModel) -> None:
@@ -158,23 +161,30 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     masks_of(drafters.values())  # drafters that cannot share an engine fail here
     runner = _runner(DecoderAdapter(model.eval()), config, drafters.values())
     _warn("language model", runner, model)
-    graphs = cuda_steps(
-        runner, model, config.max_running, config.graphs, config.graph_limits, drafters
-    )
+    limits, shapes = TextLimits(), config.graph_limits.shapes
+    nodes = max(limits.draft_nodes, *(shape.nodes for shape in shapes))
+    longest = model.config.decoder.max_positions + nodes
+    kv = KVCache(runner.pool, 2 * _num_rows(config), longest)  # for texts and for their scores
+    graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters)
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
     policy = DepthPolicy(text_step_cost(model) if measured else None)
-    scheduler = TextScheduler(runner, model, TextLimits(), graphs, policy)
-    engine.schedulers["text"] = scheduler
+    engine.schedulers["text"] = TextScheduler(runner, model, limits, graphs, policy, kv)
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
-    engine.schedulers["text_scores"] = ItemScheduler(
-        runner, scheduler.kv, step_tokens, ADMITTED_STEPS * step_tokens
+    engine.schedulers["text_scores"] = RoundScheduler(
+        runner, kv, step_tokens, ADMITTED_STEPS * step_tokens
     )
-    engine.offer("text_scores", TextScoreStrategy(model))
-    engine.offer("prompt_scores", PromptStrategy(model))
+    engine.add_strategy("text_scores", TextScoreStrategy(model))
+    engine.add_strategy("prompt_scores", PromptStrategy(model))
 
 
-def _item_scheduler(runner: Runner) -> ItemScheduler:
-    return ItemScheduler(runner, step_tokens=ITEM_TOKENS[runner.pool.keys.device.type])
+def _item_scheduler(runner: Runner, config: EngineConfig) -> RoundScheduler:
+    kv = KVCache(runner.pool, _num_rows(config))
+    return RoundScheduler(runner, kv, ITEM_TOKENS[runner.pool.keys.device.type])
+
+
+def _num_rows(config: EngineConfig) -> int:
+    """Returns the most requests of a scheduler that have pages: one may run in the background."""
+    return config.max_running + 1
 
 
 def _runner(

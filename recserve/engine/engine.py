@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,23 +23,43 @@ from recserve.core.futures import wait_all
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.sequence import SearchSequence, Sequence
 from recserve.core.strategy import Strategy
+from recserve.engine.beam_search_graph import BeamSearchGraphs
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs
-from recserve.engine.items.scheduler import ItemScheduler
-from recserve.engine.runtime.request_queue import (
-    Cancellations,
-    RequestQueue,
-    model_and_method,
-)
-from recserve.engine.runtime.scheduler import Scheduler, StepLock
-from recserve.engine.runtime.step_watch import StepWatch
+from recserve.engine.item_scheduler import RoundScheduler
+from recserve.engine.request_queue import Cancellations, RequestQueue, model_and_method
+from recserve.engine.scheduler import Scheduler, StepLock
 from recserve.engine.stats import EngineStats
-from recserve.engine.text.scheduler import TextScheduler
+from recserve.engine.text_scheduler import TextScheduler
 from recserve.kernels.trie.trie import Trie
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 log = logging.getLogger(__name__)
+
+
+class StepWatch:
+    """The time since the engine's last sign of progress. One thread notes it, any thread reads it.
+
+    A step that hangs, for example in a kernel that never ends, makes `seconds` grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since_s: float | None = None
+
+    def note_step(self) -> None:
+        """Notes that a step begins, or that one has ended and the next one begins."""
+        self._since_s = self._clock()
+
+    def idle(self) -> None:
+        """Notes that no step runs."""
+        self._since_s = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the current step began; 0 while no step runs."""
+        since_s = self._since_s
+        return 0.0 if since_s is None else self._clock() - since_s
 
 
 class Engine:
@@ -48,7 +68,7 @@ class Engine:
     Attributes:
         schedulers: One scheduler for each kind of request, by model name.
         drafters: Drafters of text requests, by name.
-        strategies: Names that a SlateQuery may use.
+        selectable: Names that a SlateQuery may use.
         queue: Requests that wait for admission.
         stopped_by: The error that ended the engine's thread; None while it runs.
     """
@@ -57,7 +77,7 @@ class Engine:
         self.config = config
         self.schedulers: dict[str, Scheduler[Any, Any]] = {}
         self.drafters: dict[str, Drafter] = {}
-        self.strategies: tuple[str, ...] = ()
+        self.selectable: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
         self.queue = RequestQueue(config.max_queue, config.queue_share, self.schedulers)
         self._changed = threading.Condition()
@@ -124,7 +144,7 @@ class Engine:
         """
         self.queue.check(models, current_client(), num_ahead)
 
-    def offer(self, name: str, strategy: Strategy) -> None:
+    def add_strategy(self, name: str, strategy: Strategy) -> None:
         """Adds a strategy under a name, or replaces the strategy of that name."""
         self._strategies[name] = strategy
 
@@ -132,9 +152,9 @@ class Engine:
     def searches(self) -> BeamSearchGraphs | None:
         """Searches that are replayed as CUDA graphs. None replays none."""
         scheduler = self.schedulers.get("recommender")
-        return scheduler.searches if isinstance(scheduler, ItemScheduler) else None
+        return scheduler.searches if isinstance(scheduler, RoundScheduler) else None
 
-    def record(self, trie: Trie) -> None:
+    def capture(self, trie: Trie) -> None:
         """Captures searches over a catalogue and its later changes, if this engine captures
         searches.
 
@@ -160,18 +180,18 @@ class Engine:
             results += wait_all(part)
         return results
 
-    def forget(self, *roots: PrefixKeys) -> None:
-        """Removes roots from every prefix cache, all of them between the same two steps."""
-        if not roots:
+    def forget(self, *prefixes: PrefixKeys) -> None:
+        """Removes prefixes from every prefix cache, all of them between the same two steps."""
+        if not prefixes:
             return
         caches = [scheduler.kv.prefixes for scheduler in self.schedulers.values()]
-        gone = [(cache, cache.digests_of(root)) for cache in caches for root in roots]
+        gone = [(cache, cache.digests_of(prefix)) for cache in caches for prefix in prefixes]
         with self._stepping:
             for cache, digests in gone:
                 cache.drop(digests)
 
     def forget_all(self) -> None:
-        """Removes all roots from every prefix cache."""
+        """Removes all prefixes from every prefix cache."""
         with self._stepping:
             for scheduler in self.schedulers.values():
                 scheduler.kv.prefixes.clear()
@@ -292,7 +312,7 @@ class Engine:
         It does not wait for running texts, because a text takes seconds.
         """
         schedulers = self.schedulers.values()
-        return any([one.num_running for one in schedulers if isinstance(one, ItemScheduler)])
+        return any([one.num_running for one in schedulers if isinstance(one, RoundScheduler)])
 
     def _loop(self) -> None:
         try:
@@ -338,7 +358,7 @@ class Engine:
             text = self._cancelled.watch(Future[Completion]())
             return scheduler.sequence_of(request, text, self.drafters[name])
         if name not in self._strategies:
-            raise ValueError(f"strategy is {name!r}; choose one of {self.strategies}")
+            raise ValueError(f"strategy is {name!r}; choose one of {self.selectable}")
         return SearchSequence(
             request=request,
             future=self._cancelled.watch(Future[Result]()),

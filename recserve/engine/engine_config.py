@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from recserve.engine.items.beam_search_graph import SearchLimits
-from recserve.engine.runtime.cuda_graphs import PREFILL_LIMITS, CaptureLimits
-from recserve.engine.text.text_step_graph import GraphLimits
+from recserve.engine.beam_search_graph import SearchLimits
+from recserve.engine.capture import PREFILL_LIMITS, CaptureLimits
+from recserve.engine.text_step_graph import TextStepLimits
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class EngineConfig:
     Attributes:
         page_size: Tokens per page.
         kv_bytes: Bytes of each model's key-value cache. The hidden states that the prefix cache
-            stores with its roots need memory in addition. "auto" takes 256 MiB on a CPU, and on
+            stores with its prefixes need memory in addition. "auto" takes 256 MiB on a CPU, and on
             CUDA what weights, graphs and a tenth of the memory leave free, in equal parts.
         kv_dtype: Element type of the key-value caches. None selects each model's own type.
         max_queue: Most requests of each model that wait for admission.
@@ -45,7 +45,14 @@ class EngineConfig:
     max_running: int = 64
     load_aware: bool = True
     graphs: bool | None = None
-    graph_limits: GraphLimits = GraphLimits()
+    graph_limits: TextStepLimits = TextStepLimits()
     search_limits: SearchLimits = SearchLimits()
     prefill_limits: CaptureLimits = PREFILL_LIMITS
     invariant: bool = False
+
+    @property
+    def item_graph_bytes(self) -> int:
+        """Most bytes that the graphs of a recommender take on CUDA."""
+        if self.graphs is False or self.invariant:
+            return 0
+        return self.search_limits.bytes + self.prefill_limits.bytes

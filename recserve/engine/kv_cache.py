@@ -38,17 +38,19 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from recserve.core.request import PrefixKeys
-from recserve.core.sequence import CachedPrefix
+from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
+from recserve.kernels.tree_batch import Prefixes
 
 log = logging.getLogger(__name__)
 
 # Bytes of a cache on a CPU, and the least on CUDA.
 DEFAULT_BYTES = 256 * 2**20
+ROWS = 256  # requests with pages, where a caller sets no bound
+LONGEST = 2**17  # tokens of a request
 # Share of a GPU's memory that activations, library workspaces and cached states may use.
 SPARE_SHARE = 0.1
 
@@ -329,21 +331,38 @@ class PrefixCache:
 class KVCache:
     """The pages of one model's key-value pool, shared by all schedulers of the model.
 
+    An admitted request has a row of the slot table: the slots of its pages, in order. A row stays
+    at its address, so captured steps read it, and a request that grows moves nothing.
+
     Attributes:
         pool: The key-value pool.
         page_size: S, tokens per page.
         allocator: Free pages.
         prefixes: The prefix cache.
-        page_slots: [P, S] slots of every page, on the device. A page's row is a view, so that a
-            request that grows uploads nothing.
+        width: W, most tokens of a request.
+        slots: [R, W] int64 slot table. Row 0 belongs to no request; its slots are the spare slot.
+            What follows a request's last slot in its row has no meaning.
     """
 
-    def __init__(self, pool: KVPool) -> None:
+    def __init__(self, pool: KVPool, num_rows: int = ROWS, longest: int = 0) -> None:
+        """Reserves the slot table. On a CPU only the memory that requests use is ever touched.
+
+        Args:
+            pool: The key-value pool.
+            num_rows: Most requests with pages.
+            longest: Tokens that a row has room for, even where the pool has fewer. At least LONGEST
+                of the pool's tokens have room.
+        """
         self.pool, self.page_size = pool, pool.page_size
         self.allocator = PageAllocator(pool.num_pages)
         self.prefixes = PrefixCache(self.allocator, pool.page_size)
-        slots = torch.arange(pool.num_pages * pool.page_size, device=pool.keys.device)
-        self.page_slots = slots.view(pool.num_pages, pool.page_size)
+        device, most = pool.keys.device, min(pool.num_pages * pool.page_size, LONGEST)
+        self.width = self.pages_of(max(most, longest)) * pool.page_size
+        self.slots = torch.empty(num_rows + 1, self.width, dtype=torch.int64, device=device)
+        self.slots[0] = pool.spare_slot
+        self._host = self.slots.numpy() if device.type == "cpu" else None
+        self._free_rows = list(range(num_rows, 0, -1))
+        self._in_page = np.arange(pool.page_size)
 
     @property
     def num_available(self) -> int:
@@ -354,34 +373,29 @@ class KVCache:
         """Returns the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
-    def slots_of(self, pages: Seq[int]) -> Tensor:
-        """Returns the slots [n * S] of n pages in order, in one upload."""
-        slots = np.array(pages, np.int64)[:, None] * self.page_size + np.arange(self.page_size)
-        return on_device(slots.ravel(), self.pool.keys.device)
-
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` pages, evicting cached prefixes for them. None if requests hold them."""
         return self.allocator.allocate(count) if self.prefixes.evict(count) else None
 
     def place(
-        self, prefix: PrefixKeys, num_after: int, separate: bool
-    ) -> tuple[list[int], Tensor, int, CachedPrefix | None] | None:
-        """Returns pages for a prefix and the tokens after it, or None if too few pages are free.
+        self, sequence: Sequence, prefix: PrefixKeys, num_after: int, separate: bool
+    ) -> tuple[int, CachedPrefix | None] | None:
+        """Gives a request a row, and pages for its prefix and the tokens after it.
 
         Args:
-            prefix: Keys of the prefix.
+            sequence: The request, which becomes a user of the pages.
+            prefix: Keys of its prefix.
             num_after: Number of tokens after the prefix.
             separate: Whether the tokens after the prefix begin a page of their own. If so, a partly
                 filled last page of a fully cached prefix is shared. Otherwise it is copied, and the
                 copy is continued.
 
         Returns:
-            - The pages of the prefix in order, then those of the tokens after it. The caller is a
-              user of each.
-            - The slots of all these pages.
-            - The number of cached rows.
-            - What is cached with the whole prefix. None unless all rows are cached.
+            The number of cached rows, and what is cached with the whole prefix: None unless all
+            rows are cached. None instead of both if too few pages are free, or no row.
         """
+        if not self._free_rows:
+            return None
         found, length, whole = self.prefixes.match(prefix)
         rows, full = prefix.keys.shape[0], length // self.page_size
         cached = found if separate and length == rows else found[:full]
@@ -403,13 +417,45 @@ class KVCache:
                 # A drafter's entry of the next row depends on cached rows only.
                 copied = length % self.page_size + bool(prefix.drafter)
                 self._copy(partial[0], own[0], min(copied, self.page_size))
-            slots = self.slots_of(pages)
+            self._write(self._free_rows[-1], 0, pages)
         except Exception:
             self.allocator.release(pages)
             raise
         finally:
             self.allocator.release(partial)
-        return pages, slots, length, whole
+        sequence.row, sequence.pages = self._free_rows.pop(), pages
+        sequence.slots = self.slots[sequence.row]
+        return length, whole
+
+    def grow(self, sequence: Sequence, count: int) -> bool:
+        """Adds pages to those of a request. Returns False if other requests hold them."""
+        new = self.allocate(count)
+        if new is None:
+            return False
+        self._write(sequence.row, len(sequence.pages), new)
+        sequence.pages += new
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes back the row and the pages of a request."""
+        self.allocator.release(sequence.pages)
+        if sequence.row:
+            self._free_rows.append(sequence.row)
+        sequence.row, sequence.pages = 0, []
+
+    def before(self, sequences: Seq[Sequence], lengths: Seq[int]) -> Prefixes:
+        """Returns the first tokens of requests as what is under their trees."""
+        return Prefixes(self.slots, [s.row * self.width for s in sequences], lengths)
+
+    def _write(self, row: int, first: int, pages: Seq[int]) -> None:
+        """Writes the slots of pages to a row, as its pages from number `first` on."""
+        slots = (np.array(pages, np.int64)[:, None] * self.page_size + self._in_page).ravel()
+        start = first * self.page_size
+        if self._host is not None:
+            self._host[row, start : start + slots.shape[0]] = slots
+        else:
+            place = self.slots[row, start : start + slots.shape[0]]
+            place.copy_(torch.from_numpy(slots), non_blocking=True)
 
     def discard(self, prefix: PrefixKeys, pages: Seq[int]) -> None:
         """Removes a prefix whose states are not finite, and zeroes pages that nobody else holds.
@@ -420,7 +466,8 @@ class KVCache:
         """
         self.prefixes.drop(self.prefixes.digests_of(prefix))
         own = [page for page in pages if self.allocator.references(page) == 1]
-        self.pool.clear_slots(self.slots_of(own))
+        slots = (np.array(own, np.int64)[:, None] * self.page_size + self._in_page).ravel()
+        self.pool.clear_slots(on_device(slots, self.pool.keys.device))
 
     def _copy(self, source: int, target: int, rows: int) -> None:
         """Copies keys and values of the first rows of a page."""

@@ -22,9 +22,9 @@ class EngineStats:
         prefix_hit_tokens: Prefix tokens found in a prefix cache so far.
         prefix_missed_tokens: Prefix tokens not found in a prefix cache so far.
         background: Background requests, waiting or running. The other figures exclude them.
-        graph_steps: Text steps by outcome (engine/text/text_step_graph.py).
-        graph_searches: Searches by outcome (engine/items/beam_search_graph.py).
-        graph_prefills: Prefills by outcome (engine/runtime/cuda_graphs.py).
+        graph_steps: Text steps by outcome (engine/text_step_graph.py).
+        graph_searches: Searches by outcome (engine/beam_search_graph.py).
+        graph_prefills: Prefills by outcome (engine/capture.py).
         graph_seconds: Capture time of each graph, by its name.
         graph_bytes: Memory of each graph, by its name.
         unrecorded: Names of the graphs that could not be captured.

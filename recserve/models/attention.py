@@ -18,12 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.attention.attention import BatchAttention, tree_attention
-from recserve.kernels.attention.cpu import CpuTreeAttention
+from recserve.kernels.attention.attention import BatchAttention, LayerAttention, tree_attention
 from recserve.kernels.attention.exact import ExactPool
-from recserve.kernels.attention.fp8 import attention_to
-from recserve.kernels.attention.native import HeadLayout
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.decoder.decoder import NativeLayers
 from recserve.kernels.layers import operators
@@ -188,16 +186,23 @@ class PagedAttention:
             activation: Softmax, or SiLU with a constant normaliser.
             attention: Kernel that attends to a batch.
         """
-        attention = attention_to(pool.keys, attention)
-        self.pool = pool
+        self.pool, self.batch, self.activation = pool, batch, activation
         self.slots = batch.query_slots()
-        self._attention = attention(batch, activation)
+        self._attention = attention
+        self._prepared: LayerAttention | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Writes key and value [Tq, K, D] to the pool, and attends with query [Tq, H, D]."""
         pool = self.pool
         pool.write(layer, self.slots, key, value)
-        return self._attention(query, key, value, pool.keys[layer], pool.values[layer])
+        keys, values = pool.keys[layer], pool.values[layer]
+        attend = self._prepared or self._prepare(HeadLayout.of(query, keys))
+        return attend(query, key, value, keys, values)
+
+    def _prepare(self, heads: HeadLayout) -> LayerAttention:
+        """Prepares the attention of the batch, for the first layer that attends."""
+        self._prepared = self._attention(self.batch, heads, self.activation)
+        return self._prepared
 
     def of_projections(
         self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
@@ -220,7 +225,8 @@ class PagedAttention:
             query = operators.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
         # Kernels read keys and values of the computed nodes from the pool, so these are
         # placeholders.
-        return self._attention(query, query, query, keys, values)
+        attend = self._prepared or self._prepare(HeadLayout.of(query, keys))
+        return attend(query, query, query, keys, values)
 
     def in_one_call(
         self, layers: NativeLayers, x: Tensor, rope: Rope
@@ -233,11 +239,12 @@ class PagedAttention:
         keys, values, s = self.pool.keys, self.pool.values, layers.shape
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
-        if not isinstance(self._attention, CpuTreeAttention) or x.ndim != 2:
+        if x.ndim != 2 or keys.dtype != x.dtype or torch.is_grad_enabled():
             return None
-        heads = HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
-        attention = self._attention.native_attention(heads) if keys.dtype == x.dtype else None
-        if attention is None or torch.is_grad_enabled():
+        attention = self._prepared or self._prepare(
+            HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
+        )
+        if not isinstance(attention, NativeTreeAttention):
             return None
         turns = rope.cos, rope.sin
         return lambda x, numbers, norm: layers(

@@ -112,7 +112,7 @@ class RecommenderConfig:
         vector_dim: F of the frozen item vectors, 0 for none.
         id_embedding: Whether items have a learned id embedding.
         tied: Whether the head is the token embedding.
-        dense_head: Whether all items are scored from the root's last hidden state.
+        dense_head: Whether all items are scored from the prefix's last hidden state.
         level_heads: Whether all levels are predicted from that state.
         level_temperature: Level logits are cosines divided by it. 0 means dot products.
         autoregressive: False for a model that has learned only its level heads and cannot generate

@@ -109,9 +109,8 @@ class HistoryBonus:
             values.append(np.full(len(again), self.repeat))
         # One sum per place, in a fixed order, on every device.
         where, which = np.unique(np.concatenate(places), return_inverse=True)
-        sums = np.zeros(len(where))
-        np.add.at(sums, which.reshape(-1), np.concatenate(values))
-        return where, sums
+        sums = np.bincount(which.reshape(-1), np.concatenate(values), len(where))
+        return where, sums.astype(np.float64, copy=False)
 
     def add_to(self, scores: Tensor, histories: Sequence[Ints]) -> None:
         """Adds the bonus to scores.

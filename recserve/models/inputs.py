@@ -1,4 +1,4 @@
-"""Inputs of a model: packed columns with one row per root token or tree node."""
+"""Inputs of a model: packed columns with one row per prefix token or tree node."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The draft head for item search: a small recurrent network that predicts a semantic id.
 
-    s_0 = hidden state of the last root token
+    s_0 = hidden state of the last prefix token
     s_l = tanh(W_l e(c_{l-1}) + U_l s_{l-1} + b_l)        logits_l = head_l(h_l + s_l)
 
-h_l is the target's hidden state at the l-th placeholder, a learned vector that follows the root. A
+h_l is the target's hidden state at the l-th placeholder, a learned vector behind the prefix. A
 head without placeholders has h_l = s_0. As the drafter of `speculative` it needs none: the target
 itself scores level 0, and the head drafts levels 1 to L - 1. As `nezha` it decodes alone.
 Source: NEZHA, arXiv 2511.18793, section 4, and its public code.
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from recserve.files import UnreadableFile, read_json_object, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.trie.native import Cell, LevelCodes, NativeDescent
+from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite
 
@@ -121,7 +121,7 @@ class SelfDraftHead(nn.Module):
     Attributes:
         calibration: Calibration of its drafts. None means not measured.
         search: The same search in C. None means that it was not packed or that there is none.
-        placeholders: [L, E] learned vectors that follow the root. None if the head reads none.
+        placeholders: [L, E] learned vectors that follow the prefix. None if the head reads none.
     """
 
     def __init__(self, config: SelfDraftConfig) -> None:
@@ -159,7 +159,7 @@ class SelfDraftHead(nn.Module):
             return
         levels = range(len(self.config.codebook_sizes))
         cells = [
-            Cell(Panels.of(self._cell(level).weight_hh, None), self._level_inputs(level))
+            RecurrentCell(Panels.of(self._cell(level).weight_hh, None), self._level_inputs(level))
             for level in levels[:-1]
         ]
         codes = [LevelCodes.of(self.codes_of_level(level)) for level in levels]
@@ -174,15 +174,15 @@ class SelfDraftHead(nn.Module):
         """Returns h of each level [B, L, E].
 
         Args:
-            last_hidden: [B, E] state of the last root token.
-            placeholder_states: [B, L, E]. None: h is the root's state at each level.
+            last_hidden: [B, E] state of the last prefix token.
+            placeholder_states: [B, L, E]. None: h is the prefix's state at each level.
         """
         if placeholder_states is not None:
             return placeholder_states
         return last_hidden[:, None].expand(-1, len(self.config.codebook_sizes), -1)
 
     def step(self, level: int, state: Tensor, codes: Tensor) -> Tensor:
-        """Returns the state s [n, E] after a code. The state before the first code is the root's.
+        """Returns the state s [n, E] after a code. The state before the first code is the prefix's.
 
         Args:
             level: Level of the code.

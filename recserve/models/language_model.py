@@ -58,11 +58,16 @@ class LanguageModel(nn.Module):
 
         `gate` names the rows of mask tokens, whose inputs and products differ.
         """
-        x = self.tokens(tokens)
+        x = self.embed(tokens)
         if gate is not None:
             x = gate.embed(x)
         hidden: Tensor = self.decoder(x, positions, attend, rows, taps, gate)
         return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeds tokens [...] as [..., E]."""
+        x: Tensor = self.tokens(tokens)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [..., V] of hidden states [..., E]."""

@@ -17,7 +17,7 @@ ABSENT = float("-inf")
 
 
 class LevelHead(nn.Module):
-    """x + silu(W x) of the root's hidden state, with W starting at zero."""
+    """x + silu(W x) of the prefix's hidden state, with W starting at zero."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

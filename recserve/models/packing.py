@@ -18,8 +18,8 @@ from recserve.kernels.linear import products
 from recserve.kernels.linear.formats import FORMATS
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.linear.products import (
+    LinearFn,
     OneDnnProduct,
-    Product,
     onednn_multiplies,
     stored_product,
 )
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
         self.shape = weight.shape[0], weight.shape[1]
         self.dtype, self.stored = weight.dtype, stored
         weight, bias = weight.detach(), None if bias is None else bias.detach()
-        self._product: Product
+        self._product: LinearFn
         self._product = stored_product(weight, bias, stored) if stored else _packed(weight, bias)
 
     @property

@@ -1,6 +1,6 @@
-"""The MTGR ranker: one root per user, one token per candidate, HSTU-style layers, task heads.
+"""The MTGR ranker: one prefix per user, one token per candidate, HSTU-style layers, task heads.
 
-A candidate's logits depend on its own row, the root rows it may see and constants, never on the
+A candidate's logits depend on its own row, the prefix rows it may see and constants, never on the
 other candidates. The normaliser of the attention is a constant, and every norm is per token.
 Source: MTGR, arXiv 2505.18654, section 3; HSTU layers, arXiv 2402.17152.
 """
@@ -240,7 +240,7 @@ class Ranker(nn.Module):
 
         Args:
             inputs: n rows (any leading shape, the same in all columns). Every column is required.
-                `times` holds the position in the root.
+                `times` holds the position in the prefix.
 
         Returns:
             [n, E].

@@ -2,9 +2,9 @@
 
 Two input forms share one token space (docs/concepts/semantic-ids.md). With `codes`, a history item
 is its L code tokens, and the model is a plain Llama. With `items`, a history item is one position:
-the sum of its level embeddings, its projected frozen vector and its id embedding. Roots are L times
-shorter then; generated tokens are still codes. Source of the generation: TIGER (arXiv 2305.05065).
-Level heads, which predict all levels at once, are in models/level_heads.py.
+the sum of its level embeddings, its projected frozen vector and its id embedding. Prefixes are L
+times shorter then; generated tokens are still codes. Source of the generation: TIGER (arXiv
+2305.05065). Level heads, which predict all levels at once, are in models/level_heads.py.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Recommender(nn.Module):
         return LevelCodes.of(self.level_codes(level), panels)
 
     def parallel_logits(self, hidden: Tensor, level: int) -> Tensor:
-        """Returns logits [n, C_level] of a level from the root's last hidden state [n, E] alone.
+        """Returns logits [n, C_level] of a level from the prefix's last hidden state [n, E] alone.
 
         Raises:
             ValueError: If the model has no level heads.

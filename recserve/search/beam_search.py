@@ -14,8 +14,11 @@ Ties go to the lower trie node, which is the lexicographically smaller semantic 
 after the trie was built (kernels/trie/trie.py) rank after all others of their level.
 
 The children of a prefix follow from the target's state at its last code. One forward pass computes
-the states of a token tree of prefixes. `BeamSearch` works in rounds: `propose` prefixes, one
-forward pass, `record` their states, then either `advance` or `verify_draft`. Both run `descend`:
+the states of a token tree of prefixes. `search_step` goes one level deeper. It is the same function
+for launched and captured searches, and for the target and a draft head (`PrefixScores`).
+
+`BeamSearch` works in rounds: `propose` prefixes, one forward pass, `record` their states, then
+either `advance` or `verify_draft`. Both run `descend`, which takes steps:
 
 - `advance` stops at the first level on which a beam that forks has no state. All levels above it
   are those of full beam search, whoever proposed the prefixes.
@@ -31,46 +34,39 @@ The proof of a draft: the threshold is the best prefix that was left out for lac
 slate is proven if its k-th item is above it. Otherwise only the prefixes left out that reach the
 k-th item can change the slate.
 
-The bound of a level: if levels are normalised over the valid children, a prefix with one item below
-already has that item's score. The threshold is just below the k-th best score of such items, so
-prefixes that tie stay. If prefixes above the bound fill the whole width, the item that sets it can
-still be displaced at a deeper level. In that case nothing was dropped, and the next level computes
-its own bound.
+The threshold of a level: if levels are normalised over the valid children, a prefix with one item
+below already has that item's score. The threshold is just below the k-th best score of such items,
+so prefixes that tie stay. If prefixes above the threshold fill the whole width, the item that sets
+it can still be displaced at a deeper level. In that case nothing was dropped, and the next level
+computes its own threshold.
 
 With a dense head, a prefix gains at most the head's weighted log-probability of its best item. The
-head's own best items (`DenseCandidates`) always compete, so the bound includes their scores. Any
-other item gains at most as much as the last of them, so each prefix is credited with that share.
+head's own best items (`DenseCandidates`) always compete, so the threshold includes their scores.
+Any other item gains at most as much as the last of them, so each prefix is credited with that
+share.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from recserve.core.finite import flaws_of, without_flaws
+from recserve.core.finite import nonfinite_flags, without_nonfinite
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie import level_search
-from recserve.kernels.trie.level_search import DEAD, ChildQuery, child_log_probs, wanted_prefixes
-from recserve.kernels.trie.native import (
-    ALIVE,
-    FORKED,
-    KNOWN,
-    MISSING,
-    OPEN,
-    Levels,
-    NativeDescent,
-    passed_prefixes,
-)
-from recserve.kernels.trie.trie import Trie
+from recserve.kernels.trie.level_search import DEAD, ChildQuery, wanted_prefixes
+from recserve.kernels.trie.native import BeamKind, NativeDescent, StateKind, passed_prefixes
+from recserve.kernels.trie.trie import BatchFilter, Trie
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.filters import RequestFilters, leaf_filter
@@ -78,12 +74,13 @@ from recserve.search.trie_prefixes import (
     PrefixDraft,
     ScoredTriePrefixes,
     draft_of_keys,
+    first_scores,
     level_scores,
+    path_log_probs,
     path_scores,
-    root_scores,
 )
 
-NO_BOUND = 2**31  # larger than any rank
+NO_THRESHOLD = 2**31  # larger than any rank
 ROUNDING = 1e-4  # scores of dense candidates and of beams are summed in different orders
 
 
@@ -177,14 +174,14 @@ class BeamSearch:
         requests: Their queries.
         trie: The catalogue version.
         filters: Filter of each request.
-        last_hidden: [B, E] state of the last root token.
+        last_hidden: [B, E] state of the last prefix token.
         scored: Prefixes that the target has scored.
         beams: The deepest level that is proven to be that of full beam search.
         widths: Beam width of each request.
-        bound_ranks: Rank, from 0, of the score that bounds each request. None: no request is
-            bounded.
+        threshold_ranks: Rank, from 0, of the score that sets the threshold of a level. None: no
+            request has one.
         dense_candidates: Items that compete with the finished beams. None: there are none.
-        flaws: [B] flaws of the states behind the beams (core/finite.py). None: all states are
+        nonfinite: [B] flags of the states behind the beams (core/finite.py). None: all states are
             finite.
         unscored: [n] keys of prefixes that the draft lacked and that could change the slate, each
             with all prefixes above it. None: propose whatever the beams lack.
@@ -200,30 +197,30 @@ class BeamSearch:
     scored: ScoredTriePrefixes
     beams: Beams
     widths: list[int]
-    bound_ranks: list[int] | None = None
+    threshold_ranks: list[int] | None = None
     dense_candidates: DenseCandidates | None = None
-    flaws: Tensor | None = None
+    nonfinite: Tensor | None = None
     unscored: Tensor | None = None
     extra_rounds: int = 0
 
     @staticmethod
     def start(
-        model: Recommender, sequences: Seq[SearchSequence], bounded: bool, filtered: bool = True
+        model: Recommender, sequences: Seq[SearchSequence], thresholds: bool, filtered: bool = True
     ) -> BeamSearch:
         """Returns a search at level 0, the empty prefix of each request.
 
         Args:
             model: The target.
             sequences: The requests, all over one trie.
-            bounded: Whether prefixes that cannot enter the result may be dropped. Levels must be
-                normalised over the valid children.
+            thresholds: Whether prefixes below the threshold of a level may be dropped. Levels must
+                be normalised over the valid children.
             filtered: Whether the requests' filters apply.
         """
         requests = [s.request for s in sequences if isinstance(s.request, SlateQuery)]
-        trie, last_hidden, flaws = requests[0].trie, stacked_last_hidden(sequences), None
+        trie, last_hidden, nonfinite = requests[0].trie, stacked_last_hidden(sequences), None
         if last_hidden.is_cuda:  # on a CPU the scheduler has checked already
-            flaws = _root_flaws(sequences, last_hidden)
-            last_hidden = without_flaws(last_hidden, flaws)
+            nonfinite = _prefix_flags(sequences, last_hidden)
+            last_hidden = without_nonfinite(last_hidden, nonfinite)
         filters = [leaf_filter(trie, r.excluded, r.allowed) if filtered else None for r in requests]
         return BeamSearch(
             model=model,
@@ -235,8 +232,8 @@ class BeamSearch:
             scored=ScoredTriePrefixes.empty(last_hidden),
             beams=Beams.root(len(sequences), last_hidden.device),
             widths=[request.width for request in requests],
-            bound_ranks=bound_ranks(requests) if bounded else None,
-            flaws=flaws,
+            threshold_ranks=threshold_ranks(requests) if thresholds else None,
+            nonfinite=nonfinite,
         )
 
     @property
@@ -276,7 +273,9 @@ class BeamSearch:
         """
         beams, trie = self.beams, self.trie
         closing = self.skip_single and beams.level >= trie.closing_level
-        which = OPEN if closing else FORKED if self.skip_single else ALIVE
+        which = (
+            BeamKind.OPEN if closing else BeamKind.FORKED if self.skip_single else BeamKind.ALIVE
+        )
         below = self.widths if closing else [0] * len(self.widths)
         keys = wanted_prefixes(trie, beams.log_probs, beams.paths, which, self.scored.keys, below)
         if extra is not None:
@@ -297,51 +296,73 @@ class BeamSearch:
         """
         keys, slots = draft.computed(slots)
         if hidden.is_cuda:  # on a CPU the scheduler has checked already
-            flaws = flaws_of(hidden)
-            hidden, owners = without_flaws(hidden, flaws), keys // self.trie.num_nodes
-            self.add_flaws(flaws.new_zeros(len(self.sequences)).index_add(0, owners, flaws))
+            nonfinite = nonfinite_flags(hidden)
+            hidden, owners = without_nonfinite(hidden, nonfinite), keys // self.trie.num_nodes
+            self.add_nonfinite(
+                nonfinite.new_zeros(len(self.sequences)).index_add(0, owners, nonfinite)
+            )
         self.scored = self.scored.add(keys, slots, hidden)
 
-    def add_flaws(self, flaws: Tensor) -> None:
-        """Adds flaws [B] of states that the beams depend on."""
-        self.flaws = flaws if self.flaws is None else self.flaws + flaws
+    def add_nonfinite(self, nonfinite: Tensor) -> None:
+        """Adds flags [B] of states that the beams depend on."""
+        self.nonfinite = nonfinite if self.nonfinite is None else self.nonfinite + nonfinite
 
     def advance(self, until: int | None = None) -> None:
         """Moves to the deepest level above which all states are known, at most to level `until`."""
-        found = descend(self, TargetScores(self), until=until, stop_at_unscored=True)
-        self.beams = found.last
+        scores = TargetScores(self.model, ScoredStates(self))
+        self.beams = descend(self, scores, until=until, stop_at_unscored=True).last
 
     def verify_draft(self) -> Descent:
         """Searches over the scored prefixes only. See the proof of a draft above.
 
         With caps or a dense head, the slate is proven only if no state is missing.
         """
-        ranks = [NO_BOUND if r.caps or r.dense_weight else r.k - 1 for r in self.requests]
-        return descend(self, TargetScores(self), floor_ranks=ranks)
+        ranks = [NO_THRESHOLD if r.caps or r.dense_weight else r.k - 1 for r in self.requests]
+        return descend(self, TargetScores(self.model, ScoredStates(self)), item_ranks=ranks)
 
     @property
-    def bounded(self) -> bool:
-        """True if requests have bounds and all dense candidates, which set them, are scored."""
+    def has_thresholds(self) -> bool:
+        """True if a request has thresholds and all dense candidates, which set them, are scored."""
         candidates = self.dense_candidates
         scored = candidates is None or candidates.log_probs is not None
-        return scored and self.bound_ranks is not None
+        return scored and self.threshold_ranks is not None
+
+    @cached_property
+    def widths_on_device(self) -> Tensor:
+        """[B, 1] the beam widths."""
+        return on_device(self.widths, self.last_hidden.device)[:, None]
 
     @cached_property
     def ranks_on_device(self) -> Tensor:
-        """[B, 1] the bound ranks."""
-        assert self.bound_ranks is not None
-        return on_device(self.bound_ranks, self.last_hidden.device)[:, None]
+        """[B, 1] the threshold ranks."""
+        assert self.threshold_ranks is not None
+        return on_device(self.threshold_ranks, self.last_hidden.device)[:, None]
+
+    def space(self) -> SearchSpace:
+        """Returns what the next steps read, in exact sizes."""
+        most = max(self.widths)
+        return SearchSpace(
+            self.trie,
+            self.filters.left,
+            most,
+            self.widths_on_device if min(self.widths) < most else None,
+            partial(_drop_below_threshold, self) if self.has_thresholds else None,
+        )
 
 
-def _root_flaws(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
-    """Returns [B] flaws of the roots' last states [B, E] and of the placeholders' states."""
+def _prefix_flags(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor:
+    """Returns [B] flags of the prefixes' last states [B, E] and of the placeholders' states."""
     placeholder_states = [
         s.placeholder_states
         for s in sequences
         if s.placeholders is not None and s.placeholder_states is not None
     ]
-    flaws = flaws_of(last_hidden)
-    return flaws + flaws_of(torch.stack(placeholder_states)) if placeholder_states else flaws
+    nonfinite = nonfinite_flags(last_hidden)
+    return (
+        nonfinite + nonfinite_flags(torch.stack(placeholder_states))
+        if placeholder_states
+        else nonfinite
+    )
 
 
 def descend(
@@ -350,7 +371,7 @@ def descend(
     *,
     until: int | None = None,
     stop_at_unscored: bool = False,
-    floor_ranks: Seq[int] = (),
+    item_ranks: Seq[int] = (),
 ) -> Descent:
     """Expands the beams of a search level by level. It does not change the search.
 
@@ -362,24 +383,22 @@ def descend(
         until: Level to reach. None: the leaves.
         stop_at_unscored: Whether to stop at the first level that lacks a state. Otherwise beams
             without a state have no children.
-        floor_ranks: Rank, from 0, of the found item whose score is the floor of each request.
+        item_ranks: Rank, from 0, of the found item whose score the proof of each request needs.
     """
     until = search.trie.num_levels if until is None else until
     if (native := native_of(search, scores)) is not None:
-        levels = _descend_in_c(native, search, scores, until, stop_at_unscored)
-        return DescentInC(search, levels, floor_ranks)
-    found, beams = DescentInTorch(search, floor_ranks), search.beams
+        return DescentInC(search, scores, native, item_ranks, until, stop_at_unscored)
+    descent, beams, space = DescentInTorch(search, item_ranks), search.beams, search.space()
     while beams.level < until:
         unscored = scores.unscored(beams)
         if unscored is not None and stop_at_unscored:
             break
-        found.passed.append((beams, unscored))
-        logits, normalizers = scores.logits(beams)
+        descent.passed.append((beams, unscored))
         if unscored is not None:
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(unscored, DEAD))
-        beams = expand(search, beams, logits, normalizers)
-    found.last = beams
-    return found
+        beams = search_step(space, beams, scores)
+    descent.last = beams
+    return descent
 
 
 def native_of(search: BeamSearch, scores: PrefixScores) -> NativeDescent | None:
@@ -387,45 +406,58 @@ def native_of(search: BeamSearch, scores: PrefixScores) -> NativeDescent | None:
     return scores.native if backend_of(search.last_hidden) is Backend.C else None
 
 
-def expand(
-    search: BeamSearch,
-    beams: Beams,
-    logits: Tensor,
-    normalizers: Tensor | None,
-) -> Beams:
+@dataclass(eq=False)
+class SearchSpace:
+    """What the steps of a search read, besides beams and scores.
+
+    A launched search has exact sizes. A captured one has those of its graph.
+
+    Attributes:
+        trie: The catalogue version.
+        filters: Leaves that the requests allow.
+        most_beams: Most beams of a request.
+        widths: [B, 1] beam width of each request. None: all have `most_beams`.
+        drop: Takes nodes [B, n] of a level and their log-probabilities [B, n]. Returns the latter
+            with -inf below the threshold of the level. None: there is no threshold.
+    """
+
+    trie: Trie
+    filters: BatchFilter
+    most_beams: int
+    widths: Tensor | None = None
+    drop: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def search_step(space: SearchSpace, beams: Beams, scores: PrefixScores) -> Beams:
     """Returns the beams of the next level: the best allowed children of each request.
 
     All children of all beams are computed at once, dead ones too, without waiting for the device:
-    the shapes follow from host values only. Children past the beam width or below the bound are
-    dead.
+    the shapes follow from host values only. Children past the beam width or below the threshold
+    are dead.
 
     Args:
-        search: The requests.
-        beams: The parents.
-        logits: [B * W, C] logits of the level's codes at each beam. Any finite row will do where a
-            beam is dead or has one child.
-        normalizers: [B * W] subtracted from the logits. None: the log-sum-exp over the valid
-            children.
+        space: Where the children are, and how many are kept.
+        beams: The parents. Those without a state are dead.
+        scores: Whose log-probabilities the search follows.
     """
-    trie, width = search.trie, beams.nodes.shape[1]
-    widest = trie.widths[beams.level]
+    trie, children = space.trie, space.trie.widths[beams.level]
+    logits, normalizers = scores.logits(beams)
     query = ChildQuery(
         nodes=beams.nodes,
         log_probs=beams.log_probs,
         logits=logits,
-        width=widest,
-        keep=min(max(search.widths), width * widest),
+        width=children,
+        keep=min(space.most_beams, beams.nodes.shape[1] * children),
         normalizers=normalizers,
-        filters=search.filters.left,
+        filters=space.filters,
     )
     found = level_search.best_children(trie, query)
-    log_probs, count = found.log_probs, found.log_probs.shape[1]
-    if min(search.widths) < count:
-        rank = torch.arange(count, device=log_probs.device)
-        widths = on_device(search.widths, log_probs.device)[:, None]
-        log_probs = log_probs.masked_fill(rank >= widths, DEAD)
-    if search.bounded:
-        log_probs = _above_bound(search, found.nodes, log_probs)
+    log_probs = found.log_probs
+    if space.widths is not None:
+        rank = torch.arange(log_probs.shape[1], device=log_probs.device)
+        log_probs = log_probs.masked_fill(rank >= space.widths, DEAD)
+    if space.drop is not None:
+        log_probs = space.drop(found.nodes, log_probs)
     nodes = torch.where(log_probs > DEAD, found.nodes, trie.any_leaf)
     # A path is the parent's path and the chosen node.
     above = found.parents[..., None].expand(-1, -1, beams.level)
@@ -433,20 +465,20 @@ def expand(
     return Beams(beams.level + 1, nodes, log_probs, paths, found.parents)
 
 
-def bound_ranks(requests: Seq[SlateQuery]) -> list[int] | None:
-    """Returns the rank, from 0, of the score that bounds each request.
+def threshold_ranks(requests: Seq[SlateQuery]) -> list[int] | None:
+    """Returns the rank, from 0, of the score that sets the threshold of each request.
 
-    The rank is NO_BOUND if k equals the beam width, or if caps admit items of lower scores.
+    The rank is NO_THRESHOLD if k equals the beam width, or if caps admit items of lower scores.
 
     Returns:
-        None if no request has a bound.
+        None if no request has a threshold.
     """
-    ranks = [r.k - 1 if r.k < r.width and not r.caps else NO_BOUND for r in requests]
-    return None if min(ranks) == NO_BOUND else ranks
+    ranks = [r.k - 1 if r.k < r.width and not r.caps else NO_THRESHOLD for r in requests]
+    return None if min(ranks) == NO_THRESHOLD else ranks
 
 
-def _above_bound(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor:
-    """Returns log_probs [B, n] with -inf for prefixes [B, n] of a level below its bound."""
+def _drop_below_threshold(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor:
+    """Returns log_probs [B, n] with -inf for prefixes [B, n] below the threshold of their level."""
     ranks = search.ranks_on_device
     below, candidates = search.trie.leaves(nodes), search.dense_candidates
     single = below.last - below.first == 1
@@ -457,8 +489,8 @@ def _above_bound(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor
     rows = search.trie.leaf_rows[below.first].long()
     scores = log_probs + candidates.weights * candidates.dense.gather(1, rows)
     known = torch.where(single & ~candidates.among(rows), scores, DEAD)
-    bound = value_at(torch.cat([known, candidates.scores], dim=1), ranks)
-    return log_probs.masked_fill(log_probs + candidates.share < bound - ROUNDING, DEAD)
+    threshold = value_at(torch.cat([known, candidates.scores], dim=1), ranks)
+    return log_probs.masked_fill(log_probs + candidates.share < threshold - ROUNDING, DEAD)
 
 
 def value_at(values: Tensor, ranks: Tensor) -> Tensor:
@@ -472,8 +504,6 @@ def value_at(values: Tensor, ranks: Tensor) -> Tensor:
 class Descent(ABC):
     """The levels that one descent passed, and what they prove.
 
-    Floors are the scores of the found items at the `floor_ranks` of `descend`.
-
     Attributes:
         last: The deepest level that was reached.
     """
@@ -481,13 +511,24 @@ class Descent(ABC):
     last: Beams
 
     @property
-    @abstractmethod
     def proven(self) -> bool:
-        """True if every prefix left out for lack of a state is below its request's floor."""
+        """True if the item at each request's rank is above the threshold of the draft.
+
+        The threshold is the best prefix left out for lack of a state. The host waits once for the
+        device if there was one.
+        """
+        for item, threshold in self.margins():
+            if item <= threshold and threshold > DEAD:
+                return False
+        return True
 
     @abstractmethod
-    def prefixes(self, which: int) -> Tensor:
-        """Returns keys [n] of prefixes above the last level that reach their request's floor.
+    def margins(self) -> Iterable[tuple[float, float]]:
+        """Returns the score of each request's item, and its threshold, -inf if it has none."""
+
+    @abstractmethod
+    def prefixes(self, which: StateKind) -> Tensor:
+        """Returns keys [n] of prefixes above the last level that reach their request's item.
 
         Args:
             which: KNOWN for prefixes whose state was needed and there, MISSING for those whose
@@ -505,105 +546,108 @@ class DescentInTorch(Descent):
         passed: The levels above the last one, and which of their beams [B, W] were left out.
     """
 
-    def __init__(self, search: BeamSearch, floor_ranks: Seq[int]) -> None:
-        self.search, self.floor_ranks = search, floor_ranks
+    def __init__(self, search: BeamSearch, item_ranks: Seq[int]) -> None:
+        self.search, self.item_ranks = search, item_ranks
         self.passed: list[tuple[Beams, Tensor | None]] = []
 
-    @property
-    def proven(self) -> bool:
-        """As in `Descent`. The host waits for the device if a prefix was left out."""
+    def margins(self) -> Iterable[tuple[float, float]]:
+        """As in `Descent`."""
         left_out = [
             beams.log_probs.masked_fill(~unscored, DEAD).amax(1, keepdim=True)
             for beams, unscored in self.passed
             if unscored is not None
         ]
         if not left_out:
-            return True
-        best_unscored = torch.cat(left_out, 1).amax(1, keepdim=True)
-        return bool(((self._floors > best_unscored) | (best_unscored == DEAD)).all())
+            return ()
+        thresholds = torch.cat(left_out, 1).amax(1, keepdim=True)
+        return torch.cat([self._item_scores, thresholds], 1).tolist()
 
-    def prefixes(self, which: int) -> Tensor:
+    def prefixes(self, which: StateKind) -> Tensor:
         """As in `Descent`."""
         nothing = self.search.beams.nodes[:0, 0]
         keys, chosen = [nothing], [nothing.bool()]
         for beams, unscored in self.passed:
-            if which == MISSING:
+            if which == StateKind.MISSING:
                 if unscored is None:
                     continue
                 wanted = unscored
-            elif which == KNOWN:
+            elif which == StateKind.KNOWN:
                 wanted = self.search.needs_state(beams)
                 wanted = wanted if unscored is None else wanted & ~unscored
             else:
                 wanted = beams.alive()
-            wanted = wanted & (beams.log_probs >= self._floors)
+            wanted = wanted & (beams.log_probs >= self._item_scores)
             keys.append(self.search.keys(beams.paths).flatten())
             chosen.append(wanted[..., None].expand_as(beams.paths).flatten())
         return torch.cat(keys)[torch.cat(chosen)]
 
     @cached_property
-    def _floors(self) -> Tensor:
-        """[B, 1] the floor of each request."""
-        ranks = on_device(self.floor_ranks, self.last.nodes.device)[:, None]
+    def _item_scores(self) -> Tensor:
+        """[B, 1] score of the item at each request's rank."""
+        ranks = on_device(self.item_ranks, self.last.nodes.device)[:, None]
         return value_at(self.last.log_probs, ranks)
 
 
 class DescentInC(Descent):
     """What `descend` passed in C."""
 
-    def __init__(self, search: BeamSearch, levels: Levels, floor_ranks: Seq[int]) -> None:
-        self.search, self.levels, self.floor_ranks = search, levels, floor_ranks
-        self.last, level = search.beams, levels.reached
+    def __init__(
+        self,
+        search: BeamSearch,
+        scores: PrefixScores,
+        native: NativeDescent,
+        item_ranks: Seq[int],
+        until: int,
+        stops: bool,
+    ) -> None:
+        """Searches. The arguments are those of `descend`."""
+        self.search, self.item_ranks, self.last = search, item_ranks, search.beams
+        candidates, by_target = search.dense_candidates, scores.contexts is None
+        ranks = search.threshold_ranks if search.has_thresholds else None
+        ranks = ranks or [NO_THRESHOLD] * len(search.widths)
+        self.levels = levels = native(
+            search.trie,
+            search.beams.log_probs,
+            search.beams.paths,
+            search.last_hidden,
+            until,
+            widths=search.widths,
+            threshold_ranks=[-1 if rank == NO_THRESHOLD else rank for rank in ranks],
+            filters=search.filters.each,
+            scored_keys=search.scored.keys if by_target else None,
+            scored_hidden=search.scored.hidden if by_target else None,
+            contexts=scores.contexts,
+            dense_candidates=(
+                None if candidates is None or candidates.log_probs is None else candidates
+            ),
+            stops=stops,
+        )
+        level = levels.reached
         if level > self.last.level:
             width = levels.used[level]
             paths = levels.paths[level, :, :width, :level]
             log_probs = levels.log_probs[level, :, :width]
             self.last = Beams(level, paths[..., level - 1], log_probs, paths)
 
-    @property
-    def proven(self) -> bool:
+    def margins(self) -> Iterable[tuple[float, float]]:
         """As in `Descent`."""
-        pairs = zip(self._floors, self.levels.lost, strict=True)
-        return all(floor > unscored or unscored == DEAD for floor, unscored in pairs)
+        return zip(self._item_scores, self.levels.thresholds, strict=True)
 
-    def prefixes(self, which: int) -> Tensor:
+    def prefixes(self, which: StateKind) -> Tensor:
         """As in `Descent`."""
         first, nodes = self.search.beams.level, self.search.trie.num_nodes
-        return passed_prefixes(self.levels, first, nodes, which, self._floors)
+        return passed_prefixes(self.levels, first, nodes, which, self._item_scores)
 
     @cached_property
-    def _floors(self) -> list[float]:
-        """[B] the floor of each request."""
+    def _item_scores(self) -> list[float]:
+        """[B] score of the item at each request's rank."""
         width = self.last.log_probs.shape[1]
-        ranked = zip(self.last.log_probs.tolist(), self.floor_ranks, strict=True)
+        ranked = zip(self.last.log_probs.tolist(), self.item_ranks, strict=True)
         return [scores[rank] if rank < width else DEAD for scores, rank in ranked]
 
 
-def _descend_in_c(
-    native: NativeDescent, search: BeamSearch, scores: PrefixScores, until: int, stops: bool
-) -> Levels:
-    candidates, by_target = search.dense_candidates, scores.contexts is None
-    ranks = search.bound_ranks if search.bounded else None
-    ranks = ranks or [NO_BOUND] * len(search.widths)
-    return native(
-        search.trie,
-        search.beams.log_probs,
-        search.beams.paths,
-        search.last_hidden,
-        until,
-        widths=search.widths,
-        bounds=[-1 if rank == NO_BOUND else rank for rank in ranks],
-        filters=search.filters.each,
-        scored_keys=search.scored.keys if by_target else None,
-        scored_hidden=search.scored.hidden if by_target else None,
-        contexts=scores.contexts,
-        dense_candidates=None if candidates is None or candidates.log_probs is None else candidates,
-        stops=stops,
-    )
-
-
 class PrefixScores(Protocol):
-    """Whose log-probabilities one descent follows: those of the target or of a draft head."""
+    """Whose log-probabilities one search follows: those of the target or of a draft head."""
 
     @property
     def native(self) -> NativeDescent | None:
@@ -615,6 +659,11 @@ class PrefixScores(Protocol):
         """[B, L, E] that a draft head reads at each level. None for the target."""
         ...
 
+    @property
+    def states(self) -> Tensor | None:
+        """[B * W, E] states behind the latest logits. None before the first ones."""
+        ...
+
     def unscored(self, beams: Beams) -> Tensor | None:
         """Returns [B, W] bool: beams whose children need a state that is missing. None: no beam."""
         ...
@@ -622,28 +671,66 @@ class PrefixScores(Protocol):
     def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
         """Returns the logits of the beams' children, and their normalisers, as `level_scores` does.
 
-        `unscored` was called for the same beams. Any finite row will do where no state is needed.
+        A launched search has called `unscored` for the same beams. Any finite row will do where no
+        state is needed.
         """
         ...
 
-    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
-        """Returns [n] log-probabilities of item rows [n] of requests [n]."""
+    def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
+        """Returns [n] log-probabilities of the paths nodes [n, L] of requests owners [n]."""
+        ...
+
+
+class PrefixStates(Protocol):
+    """Where a search gets the target's states.
+
+    Here launched and captured searches differ. A launched search looks up states that rounds have
+    computed, only those that are needed (`ScoredStates`). The host reads their number. A captured
+    search may read nothing, so each step computes the states of all beams
+    (`engine/beam_search_graph.py`).
+    """
+
+    def unscored(self, beams: Beams) -> Tensor | None:
+        """Returns [B, W] bool: beams whose children need a state that is missing. None: no beam."""
+        ...
+
+    def of_beams(self, beams: Beams) -> Tensor:
+        """Returns [B * W, E] the states of the beams, any where none is needed."""
+        ...
+
+    def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
+        """Returns [n] log-probabilities of the paths nodes [n, L] of requests owners [n]."""
         ...
 
 
 class TargetScores:
-    """The target's log-probabilities, as far as prefixes are scored."""
+    """The target's log-probabilities."""
 
     contexts = None
 
+    def __init__(self, model: Recommender, prefix_states: PrefixStates) -> None:
+        self.model, self.native = model, model.search
+        self.unscored, self.of_paths = prefix_states.unscored, prefix_states.of_paths
+        self.states: Tensor | None = None
+        self._prefix_states = prefix_states
+
+    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
+        """As in `PrefixScores`."""
+        self.states = self._prefix_states.of_beams(beams)
+        return level_scores(self.model, self.states, beams.level)
+
+
+class ScoredStates:
+    """The states of a launched search: those that rounds have computed."""
+
     def __init__(self, search: BeamSearch) -> None:
-        self.search, self.native = search, search.model.search
+        self.search = search
         self._rows: Tensor | None = None
 
     def unscored(self, beams: Beams) -> Tensor | None:
         """Looks the beams up in the scored prefixes. The host waits once for the device.
 
-        Level 0 has the state of the last root token.
+        Level 0 has the state of the last prefix token.
         """
         if not beams.level:
             return None
@@ -651,57 +738,67 @@ class TargetScores:
         unscored = self.search.needs_state(beams) & (self._rows < 0)
         return unscored if bool(unscored.any()) else None
 
-    def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
-        """As in `PrefixScores`."""
-        search, states = self.search, self.search.last_hidden
-        if self._rows is not None:
-            table = search.scored.hidden if search.scored.keys.shape[0] else states
-            states = table[self._rows.flatten().clamp(min=0)]
-        return level_scores(search.model, states, beams.level)
+    def of_beams(self, beams: Beams) -> Tensor:
+        """As in `PrefixStates`."""
+        scored, states = self.search.scored, self.search.last_hidden
+        if self._rows is None:
+            return states
+        table = scored.hidden if scored.keys.shape[0] else states
+        return table[self._rows.flatten().clamp(min=0)]
 
-    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
-        """As in `PrefixScores`. All prefixes of the items that need a state are scored."""
-        trie, model, scored = self.search.trie, self.search.model, self.search.scored
-        nodes = trie.nodes_of_items(rows)
-        first = root_scores(trie, nodes, owners, self.search.last_hidden, model)
-        return first + path_scores(trie, nodes, owners, scored.keys, scored.hidden, model)
+    def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
+        """As in `PrefixStates`. All prefixes of the paths that need a state are scored."""
+        search, scored = self.search, self.search.scored
+        first = first_scores(search.trie, nodes, owners, search.last_hidden, search.model)
+        return first + path_scores(
+            search.trie, nodes, owners, scored.keys, scored.hidden, search.model
+        )
 
 
 class HeadScores:
     """A draft head's own log-probabilities. The head carries a state along each beam."""
 
-    def __init__(self, search: BeamSearch, head: SelfDraftHead, contexts: Tensor) -> None:
-        """Args: contexts: [B, L, E] what the head reads at each level besides its state."""
-        self.search, self.head, self.contexts = search, head, contexts
+    def __init__(
+        self, trie: Trie, head: SelfDraftHead, last_hidden: Tensor, contexts: Tensor
+    ) -> None:
+        """Begins a search.
+
+        Args:
+            trie: The catalogue version.
+            head: The draft head.
+            last_hidden: [B, E] state of the last prefix token.
+            contexts: [B, L, E] what the head reads at each level besides its state.
+        """
+        self.trie, self.head, self.last_hidden, self.contexts = trie, head, last_hidden, contexts
         self.native = head.search
-        self._states: Tensor | None = None  # [B * W, E]
+        self.states: Tensor | None = None
 
     def unscored(self, beams: Beams) -> None:
         """Returns None: the head needs no states of the target."""
 
     def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
         """As in `PrefixScores`."""
-        states = self._states_of_paths(beams) if self._states is None else self._deeper(beams)
-        self._states = states
+        states = self._states_of_paths(beams) if self.states is None else self._deeper(beams)
+        self.states = states
         context = self.contexts[:, beams.level].repeat_interleave(beams.nodes.shape[1], 0)
         return self.head.level_logits(context, states, beams.level), None
 
-    def of_items(self, owners: Tensor, rows: Tensor) -> Tensor:
+    def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
         """As in `PrefixScores`."""
-        trie, head, nodes = self.search.trie, self.head, self.search.trie.nodes_of_items(rows)
-        parents, state = torch.zeros_like(rows), self.search.last_hidden[owners]
-        total = torch.zeros(rows.shape, device=rows.device)
-        for level, width in enumerate(trie.widths):
-            logits = head.level_logits(self.contexts[owners, level], state, level)
-            own = nodes[:, level]
-            total += child_log_probs(trie, parents, own[:, None], logits, width)[:, 0]
-            if level + 1 < trie.num_levels:
-                parents, state = own, head.step(level, state, trie.codes_of(own))
-        return total
+        return path_log_probs(self.trie, nodes, self._logits_along(owners, nodes))
+
+    def _logits_along(self, owners: Tensor, nodes: Tensor) -> Iterator[tuple[Tensor, None]]:
+        """Yields the logits at each prefix of given paths, from the empty one on."""
+        state, contexts = self.last_hidden[owners], self.contexts[owners].unbind(1)
+        last = len(contexts) - 1
+        for level, (own, context) in enumerate(zip(nodes.unbind(1), contexts, strict=True)):
+            yield self.head.level_logits(context, state, level), None
+            if level < last:
+                state = self.head.step(level, state, self._codes(own, level))
 
     def _states_of_paths(self, beams: Beams) -> Tensor:
         """Returns the states after the codes of each beam."""
-        states, width = self.search.last_hidden, beams.nodes.shape[1]
+        states, width = self.last_hidden, beams.nodes.shape[1]
         if width > 1:
             states = states[:, None].expand(-1, width, -1).flatten(0, 1)
         for level in range(beams.level):
@@ -713,17 +810,16 @@ class HeadScores:
 
         Dead beams are included: to count the live ones, the host would have to wait for the device.
         """
-        assert self._states is not None and beams.parents is not None
+        assert self.states is not None and beams.parents is not None
         batch, level = beams.nodes.shape[0], beams.level - 1
         owners = torch.arange(batch, device=beams.nodes.device)[:, None]
         # The states are packed, so columns of parents become row numbers.
-        parents = (owners * (self._states.shape[0] // batch) + beams.parents).flatten()
-        return self.head.step(level, self._states[parents], self._codes(beams.nodes, level))
+        parents = (owners * (self.states.shape[0] // batch) + beams.parents).flatten()
+        return self.head.step(level, self.states[parents], self._codes(beams.nodes, level))
 
     def _codes(self, nodes: Tensor, level: int) -> Tensor:
-        """Returns [B * W] the last code of each prefix, clamped to the codebook.
+        """Returns [n] the last codes of prefixes with n nodes, clamped to the codebook.
 
         A dead beam points to a leaf, whose code may lie outside the level's codebook.
         """
-        trie = self.search.trie
-        return trie.codes_of(nodes.flatten()).clamp(max=trie.codebook_sizes[level] - 1)
+        return self.trie.codes_of(nodes.flatten()).clamp(max=self.trie.codebook_sizes[level] - 1)

@@ -22,6 +22,7 @@ from recserve.search.beam_search import (
     BeamSearch,
     DenseCandidates,
     PrefixScores,
+    ScoredStates,
     TargetScores,
     descend,
     native_of,
@@ -39,7 +40,7 @@ def add_candidates(search: BeamSearch) -> None:
     dense = search.model.dense_scores(search.last_hidden, search.trie.num_rows, replaced)
     if (bonus := search.model.history_bonus) is not None:
         first_item = search.model.config.num_code_tokens
-        tokens = [r.root.keys for r in requests]
+        tokens = [r.prefix.keys for r in requests]
         bonus.add_to(dense, [each[each >= first_item] - first_item for each in tokens])
     open_scores = dense.clone()
     if removed is not None:
@@ -81,7 +82,7 @@ def score_ready_candidates(search: BeamSearch) -> None:
     """Scores the candidates once all their prefixes are scored."""
     keys = unscored_candidate_keys(search)
     if keys is not None and not bool((search.scored.find(keys) < 0).any()):
-        score_candidates(search, TargetScores(search))
+        score_candidates(search, TargetScores(search.model, ScoredStates(search)))
 
 
 def score_candidates(search: BeamSearch, scores: PrefixScores) -> None:
@@ -91,7 +92,8 @@ def score_candidates(search: BeamSearch, scores: PrefixScores) -> None:
     if native_of(search, scores) is not None:
         found = _search_candidates(search, scores, candidates)
     else:
-        found = scores.of_items(*candidates.flat())
+        owners, rows = candidates.flat()
+        found = scores.of_paths(owners, search.trie.nodes_of_items(rows))
     log_probs = torch.full(candidates.rows.shape, DEAD, device=found.device)
     log_probs[candidates.valid] = found.float()
     candidates.log_probs = log_probs
@@ -111,7 +113,7 @@ def _search_candidates(
         filters=RequestFilters(trie, tuple(_only(trie, rows) for rows in own)),
         beams=Beams.root(len(own), search.last_hidden.device),
         widths=[max(rows.shape[0], 1) for rows in own],
-        bound_ranks=None,
+        threshold_ranks=None,
         dense_candidates=None,
     )
     found = descend(alone, scores).last

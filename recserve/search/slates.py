@@ -43,18 +43,20 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
         alive = torch.cat([alive, candidates.valid & ~again], dim=1)
         rows = torch.cat([rows, candidates.rows], dim=1)
         scores = torch.cat([scores, candidates.scores], dim=1).masked_fill(~alive, DEAD)
-    if search.flaws is not None:  # one more column, -inf or NaN, so that the host reads one tensor
-        scores = torch.cat([scores, (search.flaws + DEAD)[:, None]], dim=1)
+    if (
+        search.nonfinite is not None
+    ):  # one more column, -inf or NaN, so that the host reads one tensor
+        scores = torch.cat([scores, (search.nonfinite + DEAD)[:, None]], dim=1)
         rows = F.pad(rows, (0, 1))
     rows_read, scores_read = rows.cpu().numpy(), scores.cpu().numpy()
-    flawed = np.isnan(scores_read).any(axis=1)
+    nonfinite = np.isnan(scores_read).any(axis=1)
     # The host sorts so few numbers faster than a device could start.
     order = np.lexsort((rows_read, -scores_read))
     answers: list[Slate | Continuation | NotFinite] = []
     alive_read = scores_read > DEAD
     num_alive = np.count_nonzero(alive_read[:, : beams.nodes.shape[1]], axis=1)
     for b, (sequence, width) in enumerate(zip(search.sequences, search.widths, strict=True)):
-        if flawed[b]:
+        if nonfinite[b]:
             answers.append(NotFinite())
             continue
         places = order[b, : np.count_nonzero(alive_read[b])]

@@ -15,6 +15,7 @@ has log-probability 0. Such a node is computed only when a prefix below it forks
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.core.strategy import Draft
-from recserve.kernels.trie.level_search import DEAD, find_keys, lay_out, scored_table
+from recserve.kernels.trie.level_search import (
+    DEAD,
+    child_log_probs,
+    find_keys,
+    lay_out,
+    scored_table,
+)
 from recserve.kernels.trie.trie import Trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
@@ -170,7 +177,26 @@ def level_log_probs(
     return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
 
 
-def root_scores(
+def path_log_probs(
+    trie: Trie, nodes: Tensor, level_logits: Iterable[tuple[Tensor, Tensor | None]]
+) -> Tensor:
+    """Returns [n] the log-probabilities of paths, meaningless for what is no path of the trie.
+
+    Args:
+        trie: Trie of the catalogue version.
+        nodes: [n, L] trie nodes.
+        level_logits: For each level, logits [n, C] and normalisers, as `level_scores` returns them.
+    """
+    columns = nodes.unbind(1)
+    parents = torch.zeros_like(columns[0])
+    total = torch.zeros(parents.shape, device=nodes.device)
+    for own, width, (logits, normalizers) in zip(columns, trie.widths, level_logits, strict=True):
+        gain = child_log_probs(trie, parents, own[:, None], logits, width, normalizers)
+        total, parents = total + gain[:, 0], own
+    return total
+
+
+def first_scores(
     trie: Trie, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: Recommender
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's first code.
@@ -179,7 +205,7 @@ def root_scores(
         trie: Trie of the candidates.
         trie_nodes: [M, L] trie node of every prefix of every candidate.
         owners: [M] request of each candidate.
-        last_hidden: [B, E] state of the last root token.
+        last_hidden: [B, E] state of the last prefix token.
         model: The target.
     """
     top = torch.zeros(1, dtype=torch.int64, device=trie.device)
@@ -194,7 +220,7 @@ def path_scores(
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 
-    A prefix without a score has one child and adds 0. Arguments are those of `root_scores`, with
+    A prefix without a score has one child and adds 0. Arguments are those of `first_scores`, with
     ascending keys [n] of scored prefixes and their states [n, E] instead of the last states.
     """
     size = trie.num_nodes

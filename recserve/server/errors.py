@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull, TooManyQueries
-from recserve.engine.runtime.scheduler import RequestTooLarge
+from recserve.engine.scheduler import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import (
     CorruptHistory,

@@ -32,8 +32,8 @@ def explanation(
     return Explanation(
         history_events=num_events,
         history_used=num_used,
-        root_tokens_cached=timing.root_cached,
-        root_tokens_computed=timing.root_computed,
+        root_tokens_cached=timing.prefix_cached,
+        root_tokens_computed=timing.prefix_computed,
         forwards=timing.forwards,
         nodes=timing.nodes,
         tree=_nodes(tree, rows),

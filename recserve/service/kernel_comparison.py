@@ -16,13 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.attention.cpu import CpuTreeAttention
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import int8
 from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
-from recserve.kernels.linear.products import DecodedProduct, OneDnnProduct, onednn_multiplies
+from recserve.kernels.linear.products import (
+    DecodedProduct,
+    LinearFn,
+    OneDnnProduct,
+    onednn_multiplies,
+)
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 SHAPES = ((768, 256), (256, 256), (1408, 256), (256, 704))  # a decoder of 256 with 4 heads
 HEADS, HEAD_DIM, LAYERS = 4, 64, 4
@@ -30,8 +37,6 @@ ROWS = (1, 128)  # a decoding step, and a prompt
 PROMPT = 256  # tokens of the measured attention
 ROUNDS = 5
 BUDGET_S = 0.3  # for one pair of calls; at least two rounds are timed
-
-Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,9 @@ def _best_ms(one: Callable[[], object], other: Callable[[], object]) -> tuple[fl
     return best[0], best[1]
 
 
-def _products(dtype: torch.dtype, pair: Callable[[Tensor], tuple[Product, Product]]) -> Comparison:
+def _products(
+    dtype: torch.dtype, pair: Callable[[Tensor], tuple[LinearFn, LinearFn]]
+) -> Comparison:
     """Compares one product with each of SHAPES after the other."""
     products = [pair(torch.ones(shape).to(dtype)) for shape in SHAPES]
 
@@ -106,13 +113,13 @@ def _products(dtype: torch.dtype, pair: Callable[[Tensor], tuple[Product, Produc
     return compare([run(0, rows) for rows in ROWS], [run(1, rows) for rows in ROWS])
 
 
-def _plain_pair(weight: Tensor) -> tuple[Product, Product]:
+def _plain_pair(weight: Tensor) -> tuple[LinearFn, LinearFn]:
     if onednn_multiplies(weight.dtype):
         return Panels.of(weight, None), OneDnnProduct(weight, None)
     return Panels.of(weight, None), functools.partial(F.linear, weight=weight)
 
 
-def _int8_pair(weight: Tensor) -> tuple[Product, Product]:
+def _int8_pair(weight: Tensor) -> tuple[LinearFn, LinearFn]:
     rounded = Int8Weight.of(weight)
     decoded = DecodedProduct(rounded, None, Int8Weight.dequantize)
     return int8.panels(rounded, None, weight.dtype), decoded
@@ -124,12 +131,14 @@ def _attention(dtype: torch.dtype) -> Comparison:
     tokens = torch.arange(PROMPT)
     prefix, below = tokens[:200], tokens[200:]
     branches = root_branch(below, torch.arange(0, below.shape[0] + 1, 4))
-    tree = TreeBatch(branches, None, below, (prefix,))
-    prompt = TreeBatch(chain(tokens), None, tokens, (tokens[:0],))
+    tree = TreeBatch(branches, None, below, Prefixes.of([prefix]))
+    prompt = TreeBatch(chain(tokens), None, tokens, Prefixes.of([tokens[:0]]))
+
+    heads = HeadLayout(HEADS, 1, HEAD_DIM, dtype)
 
     def run(batch: TreeBatch, in_c: bool) -> Callable[[], object]:
         def attend() -> None:
-            attention = CpuTreeAttention(batch, native=in_c)
+            attention = NativeTreeAttention(batch) if in_c else CpuTreeAttention(batch, heads)
             for _ in range(LAYERS):
                 attention(kv[: batch.num_queries], kv, kv, kv, kv)
 

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from recserve.engine.engine import Engine
-from recserve.engine.runtime.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.kernels import backend
 from recserve.kernels.attention import attention
-from recserve.kernels.attention.native import HeadLayout
+from recserve.kernels.attention.native import supports_heads
+from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import products
 from recserve.kernels.linear.formats import FORMATS
 from recserve.kernels.native import native, processor
@@ -94,7 +95,7 @@ def _attention(runner: Runner, adapter: DecoderAdapter | RankerAdapter) -> str:
     shape = runner.pool.shape
     heads = HeadLayout(shape.num_kv_heads, adapter.group, shape.head_dim, adapter.dtype)
     why = _without_c(adapter.dtype)
-    if why is None and not heads.in_c():
+    if why is None and not supports_heads(heads):
         why = f"C has no heads of {heads.dim}, {heads.group} for a head of keys"
     return "C" if why is None else f"torch: {why}"
 

@@ -503,7 +503,7 @@ class LiveCatalog:
         """Captures searches over the current base trie again, if the engine uses CUDA graphs."""
         base = self.current.base_trie
         if self._engine.searches is not None:
-            threading.Thread(target=self._engine.record, args=(base,), daemon=True).start()
+            threading.Thread(target=self._engine.capture, args=(base,), daemon=True).start()
 
     def _fold_if_large(self) -> None:
         """Starts a thread that folds many insertions into new bases; changes continue meanwhile."""
@@ -529,7 +529,7 @@ class LiveCatalog:
         trie, index = snapshot.compact_trie(), snapshot.index
         if index is not None:
             index = index.fold(snapshot.items.removed_rows, self._item_vectors)
-        self._engine.record(trie)
+        self._engine.capture(trie)
         with self._lock:
             if self._lineage != lineage:
                 self._capture_on_a_thread()

@@ -27,16 +27,21 @@ WEIGHTS_SHARE = 0.9
 SERVED = ("recommender", "ranker")
 
 
-def needed_bytes(bundle: Bundle, config: EngineConfig) -> int:
-    """Estimates the memory of a service: two copies of each file, and the KV cache of each model.
+def needed_bytes(bundle: Bundle, config: EngineConfig, device: torch.device) -> int:
+    """Estimates the memory of a service.
+
+    It is the sum of two copies of each file, the KV cache of each model, and on CUDA the most that
+    graphs may take.
 
     Args:
         bundle: The bundle.
         config: Sizes of the engine.
+        device: Device of the models.
     """
     files = sum(entry.size for entry in bundle.manifest.files.values())
     cache = DEFAULT_BYTES if config.kv_bytes == "auto" else config.kv_bytes
-    return COPIES * files + cache * sum(bundle.has(name) for name in SERVED)
+    graphs = config.item_graph_bytes if device.type == "cuda" and bundle.has("recommender") else 0
+    return COPIES * files + cache * sum(bundle.has(name) for name in SERVED) + graphs
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from recserve.core.errors import QueueFull
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.engine.engine import Engine
-from recserve.engine.runtime.scheduler import RequestTooLarge
+from recserve.engine.scheduler import RequestTooLarge
 from recserve.service.history import EMPTY_HISTORY, History, Revision
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot

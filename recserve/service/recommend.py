@@ -86,7 +86,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self.auto = auto
         self.dense_weight = dense_weight
         self.outcomes = outcomes
-        self.chooser = StrategyChooser(engine.strategies)
+        self.chooser = StrategyChooser(engine.selectable)
         self.illegal_items = 0
         self._envelope = envelope
 
@@ -139,7 +139,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             call.watch.features_done()
             return Prepared((), finish)
         query = SlateQuery(
-            root=self.prefixes.build(snapshot, history.rows),
+            prefix=self.prefixes.build(snapshot, history.rows),
             trie=snapshot.trie,
             graph=snapshot.graph,
             index=snapshot.index,
@@ -183,7 +183,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         chosen: AutoSetting | None,
     ) -> tuple[str, bool]:
         """Returns the strategy, and whether the deadline has decided for a faster one."""
-        there = self._engine.strategies
+        there = self._engine.selectable
         name = body.strategy
         if name == AUTO:
             if body.outcome is not None and self.outcomes:
@@ -206,7 +206,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if body.dense_weight is not None or body.outcome is not None:
             return None
         chosen = self.auto["filtered" if body.exclude.seen else "kept"]
-        return chosen if chosen.strategy in self._engine.strategies else None
+        return chosen if chosen.strategy in self._engine.selectable else None
 
     def _outcome(self, weights: dict[str, float] | None, strategy: str) -> np.ndarray | None:
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""

@@ -76,7 +76,7 @@ def check_successor(old: Service, bundle: Bundle, options: ServiceOptions, force
         BundleError: If the catalogue is damaged.
     """
     served = old.bundle
-    needed, free = needed_bytes(bundle, options.engine), available_bytes(old.device)
+    needed, free = needed_bytes(bundle, options.engine, old.device), available_bytes(old.device)
     if free is not None and needed > free:
         raise UnfitBundle(
             f"the bundle needs about {needed / 1e6:,.0f} MB beside the current one, and "

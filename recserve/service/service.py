@@ -176,7 +176,7 @@ class Service:
                 opened.callback(history_store.close)
             engine = _build_engine(networks, options)
             opened.callback(engine.close)
-            engine.record(snapshot.trie)
+            engine.capture(snapshot.trie)
             if starts:
                 engine.start()
             bundle.check_unchanged()  # before names are written to the store
@@ -395,7 +395,7 @@ class Service:
         listed = []
         facts = {}
         if self._bundle is not None:
-            facts = model_fields(self._networks, self.engine.strategies)
+            facts = model_fields(self._networks, self.engine.selectable)
         for name, fields in facts.items():
             scorer = SCORER_OF[name]
             own = {"scorer": scorer} if scorer in scorers else {}

@@ -15,7 +15,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 FinishReason = Literal["stop", "length"]
 
 # A body of many texts is served in groups of this cost, in prompt tokens. A group must take less
-# than `TURN_S` of the engine. Otherwise texts of other bodies wait for several groups.
+# than `GROUP_DELAY_S` of the engine. Otherwise texts of other bodies wait for several groups.
 GROUP_COST = 1024
 OUTPUT_COST = 4  # of a token of output: on a CPU, it takes as long as four tokens of a prompt
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recserve.core.plugins import Pluggable
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
+from recserve.kernels.tree_batch import Prefixes
 from recserve.models.drafters.gated_lora import GatedLora
 from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
@@ -45,8 +46,9 @@ class TextContext:
         hidden: [E] final hidden state of the target at `tokens[-2]`, whose logits gave
             `tokens[-1]`. None if it is unknown: the prompt has one token, or its computation shares
             the forward pass with the draft. The next step may overwrite its memory.
-        slots: [n] pool slots of the sequence's positions. n is at least the number of tokens when
-            a drafter is called.
+        table: [R, W] slot table of the target's cache. None outside of an engine.
+        row: The sequence's row of the table, with the slots of its positions. The row has a slot
+            for each token when a drafter is called.
         ranked: [K, W] int64 on the host: tokens that the drafter's heads ranked from `hidden` in
             the step that computed it (see RankedHeads). None if they did not.
         salt: As in `core.request.Prefix`. What a drafter learns from a sequence serves sequences
@@ -60,13 +62,31 @@ class TextContext:
     speculation: Speculation
     hidden: Tensor | None = None
     ranked: NDArray[np.int64] | None = None
-    slots: Tensor | None = None
+    table: Tensor | None = None
+    row: int = 0
     salt: bytes = b""
 
     @property
     def num_output(self) -> int:
         """Number of output tokens so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def slots(self) -> Tensor:
+        """[W] pool slots of the sequence's positions."""
+        assert self.table is not None
+        return self.table[self.row]
+
+
+def entries_before(contexts: Seq[TextContext], stops: Seq[int]) -> Prefixes:
+    """Returns where the entries of rows 0 to `stop` of each sequence lie.
+
+    The entry of a committed token's row lies in the slot of the next token.
+    """
+    table = contexts[0].table
+    assert table is not None
+    starts = [context.row * table.shape[1] + 1 for context in contexts]
+    return Prefixes(table, starts, stops)
 
 
 @dataclass(frozen=True)

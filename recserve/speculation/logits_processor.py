@@ -22,28 +22,35 @@ NO_TOKEN = -2
 
 
 class TokenCounts:
-    """Occurrences of each vocabulary token in one sequence.
+    """Occurrences of each vocabulary token in the texts of a slot table, by their rows.
+
+    Only the rows of texts with penalties mean anything. A step adds the tokens that it accepts.
 
     Attributes:
-        seen: [V] int32 occurrences in prompt and output.
-        written: [V] int32 occurrences in the output.
+        both: [2, R, V] int32 occurrences in prompt and output, and in the output alone.
     """
 
-    def __init__(self, prompt: Seq[int], vocab_size: int, device: torch.device | str) -> None:
-        tokens = on_device(prompt, device, torch.int64)
-        self.seen = torch.bincount(tokens, minlength=vocab_size).to(torch.int32)
-        self.written = torch.zeros_like(self.seen)
+    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.both = torch.zeros(2, rows, vocab_size, dtype=torch.int32, device=device)
 
-    def move(self, seen: Tensor, written: Tensor) -> None:
-        """Copies the counts into these tensors [V], and uses them from now on."""
-        self.seen, self.written = seen.copy_(self.seen), written.copy_(self.written)
+    def start(self, row: int, context: TextContext) -> None:
+        """Counts the tokens that a text has when it gets its row."""
+        tokens = on_device(context.tokens, self.both.device, torch.int64)
+        size = self.both.shape[2]
+        self.both[0, row] = torch.bincount(tokens, minlength=size)
+        self.both[1, row] = torch.bincount(tokens[context.num_prompt :], minlength=size)
 
-    def add(self, tokens: Seq[int]) -> None:
-        """Counts committed tokens of the output."""
-        index = on_device(tokens, self.seen.device, torch.int64)
-        ones = torch.ones_like(index, dtype=torch.int32)
-        self.seen.index_add_(0, index, ones)
-        self.written.index_add_(0, index, ones)
+    def add(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
+        """Counts accepted tokens. It only launches kernels.
+
+        Args:
+            rows: [B] rows of the texts.
+            tokens: [B, m] token ids where `which` is true, anything elsewhere.
+            which: [B, m] bool, the tokens to count.
+        """
+        place = torch.where(which, tokens, 0) + (rows * self.both.shape[2])[:, None]
+        ones = which.to(torch.int32).view(1, -1).expand(2, -1)
+        self.both.view(2, -1).index_add_(1, place.view(-1), ones)
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,7 @@ class Past:
         numbers: [B] int64 number of output tokens.
         tails: [B, W] int64 last W committed tokens, nearest first, NO_TOKEN before the first token.
             W is the length of the longest bad word minus one.
-        seen: [B, V] int32 as in TokenCounts, zeros for a sequence without counts; None if no
-            sequence has counts.
+        seen: [B, V] int32 as in TokenCounts; None if no sequence has penalties.
         written: [B, V] int32, like `seen`.
     """
 
@@ -66,14 +72,14 @@ class Past:
 
 
 def past_of(
-    table: SamplingTable, contexts: Seq[TextContext], counts: Seq[TokenCounts | None]
+    table: SamplingTable, contexts: Seq[TextContext], counts: TokenCounts | None
 ) -> Past | None:
     """Collects the past of some sequences.
 
     Args:
         table: Sampling parameters of the sequences.
         contexts: The B sequences.
-        counts: Token counts of each sequence; None if its parameters need none.
+        counts: Token counts of their rows. None if no sequence has penalties.
 
     Returns:
         The past, or None if the logits depend on temperature and truncation only.
@@ -84,11 +90,9 @@ def past_of(
     width = 0 if table.bad_words is None else table.bad_words.before.shape[1]
     tails = on_device([last_committed(c, width) for c in contexts], device, torch.int64)
     seen = written = None
-    some = next((own for own in counts if own is not None), None)
-    if some is not None:
-        none = torch.zeros_like(some.seen)
-        seen = torch.stack([none if own is None else own.seen for own in counts])
-        written = torch.stack([none if own is None else own.written for own in counts])
+    if counts is not None:
+        rows = on_device([context.row for context in contexts], device)
+        seen, written = counts.both[:, rows]
     numbers = on_device([c.num_output for c in contexts], device)
     return Past(numbers, tails.view(len(contexts), width), seen, written)
 

@@ -154,7 +154,7 @@ def _choose(
         ms = None
         if timed_users:
             # `auto` serves `beam` by the engine's exact strategy, which may draft.
-            served = StrategyChooser(answers.slates.engine.strategies).exact
+            served = StrategyChooser(answers.slates.engine.selectable).exact
             served = served if strategy == BEAM else strategy
             _, warm = measure_times(answers, timed, K, replace(options, strategy=served))
             ms = Figure(float(np.median(warm)), *quantile_interval(warm, 0.5))
@@ -197,7 +197,7 @@ def _candidates(answers: BundleSlates, strategies: Sequence[str] | None) -> list
         answers: The bundle's strategies.
         strategies: Names of those to choose from; None means all.
     """
-    there = answers.slates.engine.strategies
+    there = answers.slates.engine.selectable
     weights = WEIGHTS if answers.slates.model.config.dense_head else (0.0,)
     return [
         (name, weight)

@@ -20,8 +20,10 @@ def rows_of(path, rows_per_part, group_rows, columns=("user_id",)):
     return found
 
 
-@pytest.mark.parametrize("row_group_size", [1, 3, 7, 64, 1000])
-@pytest.mark.parametrize(("rows_per_part", "group_rows"), [(1, 1), (5, 2), (7, 64), (100, 13)])
+@pytest.mark.parametrize(
+    ("row_group_size", "rows_per_part", "group_rows"),
+    [(1, 5, 2), (3, 1, 1), (7, 100, 13), (7, 7, 64), (64, 5, 2), (1000, 7, 64), (1000, 1, 1)],
+)
 def test_partitions_have_the_same_rows_for_any_row_groups(
     tmp_path, row_group_size, rows_per_part, group_rows
 ):

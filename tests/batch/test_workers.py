@@ -185,8 +185,8 @@ def test_two_ray_actors_write_the_bytes_of_one_process(recipe, calm, tmp_path):
 
 
 @pytest.mark.slow
-def test_fifty_kills_lose_nothing():
-    command = [sys.executable, "-m", "benchmarks.batch.kills", "--points", "50"]
+def test_ten_kills_lose_nothing():
+    command = [sys.executable, "-m", "benchmarks.batch.kills", "--points", "10"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "50 kills" in done.stdout and "0 differ" in done.stdout
+    assert "10 kills" in done.stdout and "0 differ" in done.stdout

@@ -94,7 +94,7 @@ def test_transformers_alone_gives_our_slates(bundle, tmp_path):
         root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
         assert tokens.tolist() == prompt
         slate = build_engine(EngineModels(model)).run(
-            SlateQuery(root=root, trie=trie, k=WIDTH, beam_width=WIDTH)
+            SlateQuery(prefix=root, trie=trie, k=WIDTH, beam_width=WIDTH)
         )
         assert [catalog.items.ids[row] for row in slate.rows] == expected
         np.testing.assert_allclose(slate.scores, out.sequences_scores.numpy(), atol=1e-4)

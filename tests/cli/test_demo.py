@@ -69,6 +69,7 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
     assert bundle.has("ranker")
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_the_finished_bundle(small, capsys, monkeypatch):
     demo.run_demo(None, 8080, once=True)
     capsys.readouterr()

@@ -30,6 +30,7 @@ from recserve.client import (
 from recserve.client.attempts import MAX_DEADLINE_S, wait_asked_s
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.text import CompletionRequest
+from tests.support.grids import covering
 from tests.support.raw_server import raw_server, read_head
 
 DRIP_S, DRIPS, DEADLINE_S = 0.02, 60, 0.3
@@ -113,15 +114,15 @@ DRIPPED_EVENTS = {
 }
 
 
-@pytest.mark.parametrize("way", PLAIN, ids=str)
-@pytest.mark.parametrize("place", DRIPPED)
+@pytest.mark.parametrize("place,way", covering(tuple(DRIPPED), {str(way): way for way in PLAIN}))
 def test_the_deadline_ends_a_dripping_answer(place, way):
     with raw_server(lambda wire: drip(wire, *DRIPPED[place])) as url, pytest.raises(DeadlinePassed):
         way.ask(url, deadline_s=DEADLINE_S)
 
 
-@pytest.mark.parametrize("way", STREAMS, ids=str)
-@pytest.mark.parametrize("place", DRIPPED_EVENTS)
+@pytest.mark.parametrize(
+    "place,way", covering(tuple(DRIPPED_EVENTS), {str(way): way for way in STREAMS})
+)
 def test_the_deadline_ends_a_dripping_stream(place, way):
     part = DRIPPED_EVENTS[place]
     with raw_server(lambda wire: drip(wire, *part)) as url, pytest.raises(DeadlinePassed):

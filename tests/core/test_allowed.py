@@ -175,7 +175,7 @@ def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, f
     half, bitmap = draw_items(draw, changed.num_rows, len(changed.base_codes))
     three = np.isin(np.arange(changed.num_rows), live[:3])
     plain = SlateQuery(
-        root=root, trie=changed.trie, k=5, beam_width=2 * len(live), dense_weight=dense_weight
+        prefix=root, trie=changed.trie, k=5, beam_width=2 * len(live), dense_weight=dense_weight
     )
     asked, usable = [], []
     for allowed, mask in ((None, None), (half, bitmap), (AllowedItems.of(three), three)):

@@ -16,6 +16,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
+from tests.support.grids import chosen
 from tests.support.listed_groups import ListedGroups
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.slates import groups_of, plain_first_k, plain_open
@@ -78,7 +79,7 @@ class World:
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
         }
         root = draw_root(self.model, seed % 7, seed)
-        return SlateQuery(root=root, trie=self.trie, **asked | fields)
+        return SlateQuery(prefix=root, trie=self.trie, **asked | fields)
 
     def legal(self, request):
         """Rows that the request may be answered with, caps aside."""
@@ -114,7 +115,7 @@ WORLDS = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLDS.values(), ids=WORLDS.keys())
+@pytest.fixture(scope="module", params=chosen(WORLDS, "vocabulary", "packed"))
 def world(request):
     return World(*request.param)
 
@@ -210,7 +211,7 @@ def test_thirty_prefixes_of_their_own():
     cap, again = Cap(PrefixGroups(trie, 0), 1), 0
     for seed in range(8):
         request = SlateQuery(
-            root=draw_root(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
+            prefix=draw_root(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
         )
         slate = engine.run(request)
         again += slate.rounds > trie.num_levels
@@ -221,7 +222,7 @@ def test_thirty_prefixes_of_their_own():
 
 
 def test_a_deadline_ends_the_searches(world, monkeypatch):
-    monkeypatch.setattr("recserve.engine.items.scheduler.expired", lambda request: True)
+    monkeypatch.setattr("recserve.engine.item_scheduler.expired", lambda request: True)
     requests = [world.drawn(seed) for seed in range(12)]
     futures = [world.engine.submit(request) for request in requests]
     while world.engine.step():

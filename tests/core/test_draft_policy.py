@@ -8,9 +8,8 @@ import torch
 
 from recserve.core.draft_policy import TRIAL_SHARE, Cost, DepthPolicy, best_option
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.draft_proposer import SIZES, DraftProposer, text_step_cost
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.step_cost import SIZES, text_step_cost
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation

@@ -123,14 +123,16 @@ def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
     models = EngineModels(model, heads=Heads(head))
     engine = build_engine(models, EngineConfig(kv_bytes=16 * 2**20))
     drafts = []
-    for seed in range(2 * KNOWN_DRAFTS):
+    for seed in range(KNOWN_DRAFTS + 16):
         request = SlateQuery(
-            root=draw_root(model, 5, seed), trie=trie, k=10, beam_width=10, strategy="speculative"
+            prefix=draw_root(model, 5, seed), trie=trie, k=10, beam_width=10, strategy="speculative"
         )
         drafted = engine.run(request)
         drafts.append(drafted.timing.drafted)
         if seed % 16 == 0:
-            request = SlateQuery(root=request.root, trie=trie, k=10, beam_width=10, strategy="beam")
+            request = SlateQuery(
+                prefix=request.prefix, trie=trie, k=10, beam_width=10, strategy="beam"
+            )
             exact = engine.run(request)
             assert drafted.exact and drafted.rows.tolist() == exact.rows.tolist()
             np.testing.assert_allclose(drafted.scores, exact.scores, atol=2e-5)
@@ -149,7 +151,7 @@ def test_a_good_head_raises_no_alarm():
         for seed in range(KNOWN_DRAFTS + 8):
             engine.run(
                 SlateQuery(
-                    root=draw_root(model, 5, seed),
+                    prefix=draw_root(model, 5, seed),
                     trie=trie,
                     k=10,
                     beam_width=10,
@@ -170,7 +172,7 @@ def test_a_strategy_may_have_any_number_of_drafters():
         strategy.policy = DraftPolicy(break_even=0.0, pauses=True)
         for drafter in drafters:
             strategy.policy.record(drafter)
-        engine.offer(f"plug-in {number}", strategy)
-    engine.offer("twin", SpeculativeStrategy(model, head))
+        engine.add_strategy(f"plug-in {number}", strategy)
+    engine.add_strategy("twin", SpeculativeStrategy(model, head))
     own = ["plug-in 1", "plug-in 2 one", "plug-in 2 other", "twin"]
     assert list(engine.stats().drafts) == ["speculative", *own]

@@ -12,4 +12,4 @@ def test_an_engine_serves_what_it_is_built_from():
     assert list(build_engine(EngineModels()).schedulers) == []
     engine = build_engine(EngineModels(model), SMALL)
     assert list(engine.schedulers) == ["recommender"]
-    assert engine.strategies == ("beam",) and list(engine.drafters) == ["none"]
+    assert engine.selectable == ("beam",) and list(engine.drafters) == ["none"]

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from recserve.config import ConfigError, ServerConfig
+from recserve.engine.beam_search_graph import SearchLimits
 from recserve.engine.build import EngineModels, _sized, build_engine, warn_if_slow
+from recserve.engine.capture import PREFILL_LIMITS
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.beam_search_graph import SearchLimits
 from recserve.engine.kv_cache import DEFAULT_BYTES, cache_bytes
-from recserve.engine.runtime.cuda_graphs import PREFILL_LIMITS
-from recserve.engine.text.text_step_graph import GraphLimits
+from recserve.engine.text_step_graph import TextStepLimits
 from recserve.models.config import DecoderConfig
 from recserve.server.loader import ServiceLoader
 from recserve.service.model_loader import resolve_dtype
@@ -47,7 +47,7 @@ def test_an_engine_divides_memory_among_its_models(gpu, monkeypatch):
         for models in (EngineModels(model), EngineModels(model, text=text)):
             config = EngineConfig(kv_bytes="auto", graphs=graphs)
             assert _sized(config, models).kv_bytes == 2**22
-    items, steps = SearchLimits().bytes + PREFILL_LIMITS.bytes, GraphLimits().bytes
+    items, steps = SearchLimits().bytes + PREFILL_LIMITS.bytes, TextStepLimits().bytes
     assert found == [(CPU, 1, items), (CPU, 2, items + steps), (CPU, 1, 0), (CPU, 2, 0)]
     engine = build_engine(EngineModels(text=text), EngineConfig(kv_bytes="auto"))
     assert engine.config.kv_bytes == 2**22

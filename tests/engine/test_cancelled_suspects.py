@@ -2,7 +2,7 @@
 
 import pytest
 
-from recserve.engine.runtime.runner import Runner
+from recserve.engine.runner import Runner
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from tests.support.grids import covering

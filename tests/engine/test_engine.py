@@ -13,7 +13,7 @@ from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import LikelihoodQuery, Prefix, PrefixKeys, RankQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.scheduler import RequestTooLarge
+from recserve.engine.scheduler import RequestTooLarge
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention, DenseSiluAttention
 from recserve.models.inputs import NodeInputs
@@ -69,7 +69,7 @@ def test_wide_beam_equals_exhaustive_scoring(codes, form, normalization):
         root = draw_root(model, events, seed)
         expected = all_scores(model, trie, root)
         slate = engine.run(
-            SlateQuery(root=root, trie=trie, k=len(codes), beam_width=2 * len(codes))
+            SlateQuery(prefix=root, trie=trie, k=len(codes), beam_width=2 * len(codes))
         )
         order = torch.argsort(expected, descending=True, stable=True)
         assert slate.rows.tolist() == order.tolist()
@@ -115,7 +115,7 @@ def test_narrow_beam_equals_a_plain_beam_search(form, normalization):
         root = draw_root(model, 5 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, trie.num_items, 30)
         slate = engine.run(
-            SlateQuery(root=root, trie=trie, k=width, beam_width=width, excluded=excluded)
+            SlateQuery(prefix=root, trie=trie, k=width, beam_width=width, excluded=excluded)
         )
         expected = plain_beam(model, trie, root, width, excluded.tolist())
         assert slate.rows.tolist() == [row for row, _ in expected]
@@ -136,18 +136,20 @@ def test_filters_leave_no_beam_dead(form, normalization):
         allowed = np.zeros(len(codes), dtype=bool)
         allowed[kept] = True
         items = AllowedItems.of(allowed)
-        bitmap = engine.run(SlateQuery(root=root, trie=trie, k=10, beam_width=200, allowed=items))
+        bitmap = engine.run(SlateQuery(prefix=root, trie=trie, k=10, beam_width=200, allowed=items))
         listed = engine.run(
             SlateQuery(
-                root=root, trie=trie, k=10, beam_width=200, excluded=np.flatnonzero(~allowed)
+                prefix=root, trie=trie, k=10, beam_width=200, excluded=np.flatnonzero(~allowed)
             )
         )
         best = kept[np.argsort(-scores[kept].numpy(), kind="stable")][:10]
         assert bitmap.rows.tolist() == listed.rows.tolist() == best.tolist()
-        narrow = engine.run(SlateQuery(root=root, trie=trie, k=3, beam_width=3, allowed=items))
+        narrow = engine.run(SlateQuery(prefix=root, trie=trie, k=3, beam_width=3, allowed=items))
         assert len(narrow.rows) == min(3, keep) and allowed[narrow.rows].all()
         both = engine.run(
-            SlateQuery(root=root, trie=trie, k=10, beam_width=200, excluded=best[:1], allowed=items)
+            SlateQuery(
+                prefix=root, trie=trie, k=10, beam_width=200, excluded=best[:1], allowed=items
+            )
         )
         rest = kept[np.argsort(-scores[kept].numpy(), kind="stable")][1:11]
         assert both.rows.tolist() == rest.tolist()
@@ -158,9 +160,9 @@ def test_dense_reranking_adds_the_weighted_log_softmax():
     model, trie = make(codes, "items", "children")
     engine = engine_of(model)
     root = draw_root(model, 6, 3)
-    plain = engine.run(SlateQuery(root=root, trie=trie, k=len(codes), beam_width=200))
+    plain = engine.run(SlateQuery(prefix=root, trie=trie, k=len(codes), beam_width=200))
     mixed = engine.run(
-        SlateQuery(root=root, trie=trie, k=len(codes), beam_width=200, dense_weight=0.7)
+        SlateQuery(prefix=root, trie=trie, k=len(codes), beam_width=200, dense_weight=0.7)
     )
     with torch.inference_mode():
         tokens = root.inputs.tokens[None]
@@ -177,7 +179,7 @@ def test_company_order_and_cache_do_not_change_an_answer(form, normalization):
     """Alone, packed with 20 others of other widths, again from the cache, and after new events."""
     model, trie = make(CATALOGUES["ordinary"], form, normalization)
     requests = [
-        SlateQuery(root=draw_root(model, 1 + 3 * i, i), trie=trie, k=2 + i % 5, beam_width=3 + i)
+        SlateQuery(prefix=draw_root(model, 1 + 3 * i, i), trie=trie, k=2 + i % 5, beam_width=3 + i)
         for i in range(20)
     ]
     alone = [engine_of(model).run(r) for r in requests]
@@ -188,7 +190,7 @@ def test_company_order_and_cache_do_not_change_an_answer(form, normalization):
         assert first.rows.tolist() == second.rows.tolist() == third.rows.tolist()
         np.testing.assert_allclose(second.scores, first.scores, atol=1e-5)
         np.testing.assert_allclose(third.scores, first.scores, atol=1e-5)
-        assert third.timing.root_computed == 0
+        assert third.timing.prefix_computed == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -198,14 +200,16 @@ def test_a_returning_user_costs_only_new_events(page_size):
     root = draw_root(model, 40, 0)
     for events in (10, 11, 27, 40):
         part = Prefix(NodeInputs(root.inputs.tokens[: events + 1]), root.keys[: events + 1])
-        request = SlateQuery(root=part, trie=trie, k=5, beam_width=10)
+        request = SlateQuery(prefix=part, trie=trie, k=5, beam_width=10)
         before = {10: 0, 11: 11, 27: 12, 40: 28}[events]
         slate, fresh = engine.run(request), engine_of(model).run(request)
-        assert slate.timing.root_cached == before
+        assert slate.timing.prefix_cached == before
         assert slate.rows.tolist() == fresh.rows.tolist()
         np.testing.assert_allclose(slate.scores, fresh.scores, atol=1e-5)
     engine.forget(PrefixKeys(root.keys))
-    assert engine.run(SlateQuery(root=root, trie=trie, k=5, beam_width=10)).timing.root_cached == 0
+    assert (
+        engine.run(SlateQuery(prefix=root, trie=trie, k=5, beam_width=10)).timing.prefix_cached == 0
+    )
 
 
 def test_pages_in_equal_pages_out_under_pressure():
@@ -214,7 +218,7 @@ def test_pages_in_equal_pages_out_under_pressure():
     slot = 2 * 2 * 2 * 8 * 4
     engine = engine_of(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 70))
     requests = [
-        SlateQuery(root=draw_root(model, 3 + i // 3 % 11, i // 3), trie=trie, k=3, beam_width=6)
+        SlateQuery(prefix=draw_root(model, 3 + i // 3 % 11, i // 3), trie=trie, k=3, beam_width=6)
         for i in range(120)
     ]
     answers = engine.run_many(requests)
@@ -231,13 +235,13 @@ def test_too_large_full_late_and_cancelled():
     engine = engine_of(model, config=EngineConfig(page_size=4, kv_bytes=slot * 4 * 30, max_queue=2))
     root = draw_root(model, 5, 0)
     with pytest.raises(RequestTooLarge, match="pages"):
-        engine.submit(SlateQuery(root=root, trie=trie, k=120, beam_width=120))
+        engine.submit(SlateQuery(prefix=root, trie=trie, k=120, beam_width=120))
     late = engine.submit(
-        SlateQuery(root=root, trie=trie, k=3, beam_width=3, deadline_s=time.monotonic() - 1)
+        SlateQuery(prefix=root, trie=trie, k=3, beam_width=3, deadline_s=time.monotonic() - 1)
     )
-    gone = engine.submit(SlateQuery(root=root, trie=trie, k=3, beam_width=3))
+    gone = engine.submit(SlateQuery(prefix=root, trie=trie, k=3, beam_width=3))
     with pytest.raises(QueueFull) as refused:
-        engine.submit(SlateQuery(root=root, trie=trie, k=3, beam_width=3))
+        engine.submit(SlateQuery(prefix=root, trie=trie, k=3, beam_width=3))
     assert refused.value.retry_after_s > 0
     gone.cancel()
     while engine.step():
@@ -253,9 +257,9 @@ def test_a_bad_request_does_not_hurt_its_neighbours():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
     root = draw_root(model, 5, 0)
-    good = SlateQuery(root=root, trie=trie, k=3, beam_width=3)
+    good = SlateQuery(prefix=root, trie=trie, k=3, beam_width=3)
     bad = SlateQuery(
-        root=draw_root(model, 6, 1), trie=trie, k=3, beam_width=3, excluded=np.array([10**6])
+        prefix=draw_root(model, 6, 1), trie=trie, k=3, beam_width=3, excluded=np.array([10**6])
     )
     futures = [engine.submit(r) for r in (good, bad, good)]
     while engine.step():
@@ -272,7 +276,7 @@ def test_thread_answers_and_closes():
     engine = engine_of(model)
     engine.start()
     requests = [
-        SlateQuery(root=draw_root(model, 5, i), trie=trie, k=3, beam_width=5) for i in range(30)
+        SlateQuery(prefix=draw_root(model, 5, i), trie=trie, k=3, beam_width=5) for i in range(30)
     ]
     futures = [engine.submit(r) for r in requests]
     answers = [f.result(30) for f in futures]
@@ -350,8 +354,8 @@ def test_ranking_root_survives_new_recent_events_and_mixes_with_recommendations(
     for request, scores in zip(requests, expected, strict=True):
         answer = engine.run(request)
         np.testing.assert_allclose(answer.values, scores, rtol=1e-4, atol=1e-5)
-    assert answer.timing.root_cached == 26
-    recommend = SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=3, beam_width=5)
+    assert answer.timing.prefix_cached == 26
+    recommend = SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=3, beam_width=5)
     mixed = engine.run_many([requests[0], recommend, requests[2]])
     np.testing.assert_allclose(mixed[0].values, expected[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(mixed[2].values, expected[2], rtol=1e-4, atol=1e-5)
@@ -372,7 +376,7 @@ def test_4096_candidates_score_as_they_do_alone():
 def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
-    cached = SlateQuery(root=draw_root(model, 5, 0), trie=trie, k=3, beam_width=3)
+    cached = SlateQuery(prefix=draw_root(model, 5, 0), trie=trie, k=3, beam_width=3)
     expected = engine.run(cached).rows.tolist()
 
     def fail(*_):
@@ -380,7 +384,9 @@ def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(model.decoder, "forward", fail)
-        futures = [engine.submit(r) for r in (cached, replace(cached, root=draw_root(model, 9, 1)))]
+        futures = [
+            engine.submit(r) for r in (cached, replace(cached, prefix=draw_root(model, 9, 1)))
+        ]
         while engine.step():
             pass
         for future in futures:
@@ -392,10 +398,10 @@ def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch)
 
 
 def test_an_answer_that_fails_takes_no_other_with_it(monkeypatch):
-    """Two cohorts end in one step; that of the second strategy cannot make its answers."""
+    """Two batches end in one step; that of the second strategy cannot make its answers."""
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = engine_of(model)
-    good = SlateQuery(root=draw_root(model, 5, 0), trie=trie, k=3, beam_width=3)
+    good = SlateQuery(prefix=draw_root(model, 5, 0), trie=trie, k=3, beam_width=3)
     bad = LikelihoodQuery(draw_root(model, 6, 1), trie, np.array([0, 1]))
     expected = engine.run(good).rows.tolist()
     engine.forget_all()
@@ -426,7 +432,7 @@ def test_a_large_request_is_not_starved_by_small_ones():
     widths = [3, 40, 3, 3, 3, 40, 3]
     for number, width in enumerate(widths):
         future = engine.submit(
-            SlateQuery(root=draw_root(model, 4, number), trie=trie, k=3, beam_width=width)
+            SlateQuery(prefix=draw_root(model, 4, number), trie=trie, k=3, beam_width=width)
         )
         future.add_done_callback(lambda _, number=number: order.append(number))
     while engine.step():
@@ -446,7 +452,7 @@ def test_dense_head_items_compete_with_the_beams(width):
     for seed in range(3):
         root = draw_root(model, 6 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
-        common = dict(root=root, trie=trie, k=width, beam_width=width)
+        common = dict(prefix=root, trie=trie, k=width, beam_width=width)
         weight = 1.5 * (seed != 1)
         requests.append(SlateQuery(**common, excluded=excluded, dense_weight=weight))
         with torch.inference_mode():

@@ -9,15 +9,15 @@ import pytest
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
 from recserve.core.request import SlateQuery
+from recserve.engine import scheduler as scheduler_module
 from recserve.engine.build import EngineModels, build_engine
+from recserve.engine.engine import StepWatch
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime import scheduler as scheduler_module
-from recserve.engine.runtime.request_queue import Departures
-from recserve.engine.runtime.runner import DeviceLost, Runner
-from recserve.engine.runtime.step_watch import StepWatch
+from recserve.engine.request_queue import Departures
+from recserve.engine.runner import DeviceLost, Runner
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.recommenders import CATALOGUES, draw_root, make
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model
@@ -26,7 +26,7 @@ from tests.support.text_plain import drawn_model
 def slates(number):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     queries = [
-        SlateQuery(root=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        SlateQuery(prefix=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
         for i in range(number)
     ]
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
@@ -58,13 +58,13 @@ def test_one_result_that_fails_holds_back_no_other_of_its_step(how, monkeypatch)
     _, engine, requests = slates(3)
     futures = [engine.submit(request) for request in requests]
     scheduler = engine.schedulers["recommender"]
-    while not scheduler.cohorts:
+    while not scheduler.batches:
         engine.step()
-    (cohort,) = scheduler.cohorts
-    first = cohort.sequences[:2]
+    (batch,) = scheduler.batches
+    first = batch.sequences[:2]
     if how == "not finite":
         for sequence in first:
-            sequence.flawed = True
+            sequence.nonfinite = True
     else:
         late = [sequence.request for sequence in first]
         monkeypatch.setattr(
@@ -82,7 +82,7 @@ def test_a_request_that_breaks_the_forward_fails_alone(monkeypatch, place):
     _, engine, queries = slates(7)
     expected = [engine.run(query).rows.tolist() for query in queries]
     engine.forget_all()
-    length = len(queries[place].root.inputs)  # every root has another length
+    length = len(queries[place].prefix.inputs)  # every root has another length
     fail_with(monkeypatch, lambda pieces: length in [len(p.inputs) for p in pieces])
     futures = [engine.submit(query) for query in queries]
     run(engine)
@@ -159,7 +159,7 @@ def texts(number):
 
 @pytest.mark.parametrize(
     "nth,drafter",
-    covering((0, 1, 4), ("ngram", "eagle3", "lookahead", "mask_tokens", "specformer")),
+    thin(covering((0, 1, 4), ("ngram", "eagle3", "lookahead", "mask_tokens", "specformer")), 2),
 )
 def test_texts_go_on_after_a_failed_step_with_the_same_tokens(monkeypatch, drafter, nth):
     model = drawn_model(1)

@@ -11,8 +11,8 @@ from recserve.config import ServerConfig
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import GraphLimits, TextStepGraphs
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import TextStepGraphs, TextStepLimits
 from recserve.kernels import backend
 from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.models.attention import DenseAttention
@@ -26,7 +26,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import device_worlds, invariant_texts, recorder, text_plain, triton_interpreter
 from tests.support.device_worlds import assert_same, ranking, recommending, text_engine, texts
 from tests.support.draft_heads import make_head
-from tests.support.grids import chosen, covering
+from tests.support.grids import chosen, covering, sampled
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 from tests.support.recorded_steps import SHAPES, Counted
@@ -84,8 +84,14 @@ def queries_of(expected, name, drafter="none"):
     return requests, wanted, known
 
 
-@pytest.mark.parametrize("kind", chosen(("none", "right", "tree", "mixed"), "none", "mixed"))
-@pytest.mark.parametrize("name", chosen(SPREAD, "everything"))
+@pytest.mark.parametrize(
+    "name,kind",
+    sampled(
+        SPREAD,
+        ("none", "right", "tree", "mixed"),
+        default=("everything-none", "everything-mixed"),
+    ),
+)
 def test_texts_are_those_of_plain_decoding(name, kind, model, expected):
     """Alone and together, from an empty cache and a warm one, in prefills of three tokens."""
     requests, wanted, known = queries_of(expected, name, "table")
@@ -114,12 +120,14 @@ def test_recorded_steps_write_the_same(name, record, model, expected):
     engine = engine_for(model, kv_dtype="fp8", drafters={"table": TableDrafter("tree", known)})
     scheduler, counted = engine.schedulers["text"], Counted(record)
     with torch.inference_mode():
-        limits = GraphLimits(SHAPES, seconds=float("inf"))
-        graphs = TextStepGraphs(scheduler.runner, model, 64, limits, counted)
+        limits = TextStepLimits(SHAPES, seconds=float("inf"))
+        graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, counted)
         for stored in (scheduler.runner.pool.keys, scheduler.runner.pool.values):
             codes, exponents = parts(stored)
             codes.fill_(0x70), exponents.fill_(133)
-    engine.schedulers["text"] = TextScheduler(scheduler.runner, model, scheduler.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(
+        scheduler.runner, model, scheduler.limits, graphs, kv=scheduler.kv
+    )
     answers = [engine.run(requests[0]), *engine.run_many(requests)]
     assert [a.tokens.tolist() for a in answers] == [wanted[0], *wanted]
     assert counted.replays > 4
@@ -151,7 +159,7 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
     def slates(strategy, engine):
         requests = [
             SlateQuery(
-                root=draw_root(trained, 1 + 9 * i, i),
+                prefix=draw_root(trained, 1 + 9 * i, i),
                 trie=trie,
                 k=5,
                 beam_width=12,

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine.capture import (
     EagerRecorder,
     PrefillBucket,
     PrefillGraph,
     PrefillGraphs,
 )
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.metrics import Metrics
 from recserve.models.inputs import NodeInputs
 from recserve.service.service import gauges_of
@@ -32,12 +34,12 @@ def runner_of(model):
     return Runner(adapter, pool)
 
 
-def piece_of(tokens, slots, start, states):
+def piece_of(tokens, kv, start, states):
+    """Tokens from `start` on, below those before them in row 1 of the slot table."""
     own = NodeInputs(tokens[start:])
-    return BatchSlice(
-        tree=chain(own.tokens), inputs=own, queries=None, slots=slots[start:],
-        prefix_slots=(slots[:start],), num_states=states,
-    )  # fmt: skip
+    prefixes = Prefixes(kv.slots, [kv.width], [start])
+    slots = kv.slots[1, start : len(tokens)]
+    return TreeBatch(chain(own.tokens), None, slots, prefixes, inputs=own, num_states=states)
 
 
 @pytest.mark.parametrize("kind", ["items", "codes", "text"])
@@ -47,12 +49,13 @@ def test_replays_compute_what_is_launched(kind):
     model = drawn_model(1) if kind == "text" else recommending("cpu", kind).model
     g = torch.Generator().manual_seed(0)
     launched, replaying = runner_of(model), runner_of(model)
-    graphs = PrefillGraphs(replaying, model, EagerRecorder(), buckets=BUCKETS)
+    kv = KVCache(replaying.pool)
+    graphs = PrefillGraphs(replaying, kv, model, EagerRecorder(), buckets=BUCKETS)
     tokens = torch.randint(0, 12, (30,), generator=g)
-    slots = torch.randperm(48, generator=g)[:30]
+    kv.slots[1, :30] = torch.randperm(48, generator=g)[:30]
     cases = [(0, 5, 1), (5, 6, 1), (6, 9, 3), (9, 10, 1), (10, 26, 2), (0, 3, 3), (3, 20, 1)]
     for start, stop, states in cases:
-        pieces = [piece_of(tokens[:stop], slots[:stop], start, states) for _ in range(2)]
+        pieces = [piece_of(tokens[:stop], kv, start, states) for _ in range(2)]
         found = graphs.replay(pieces[0])
         if found is None:
             (found,) = replaying.forward(pieces[:1])
@@ -70,10 +73,12 @@ def test_replays_compute_what_is_launched(kind):
 @torch.inference_mode()
 def test_what_is_no_chain_is_launched():
     model = drawn_model(1)
-    graphs = PrefillGraphs(runner_of(model), model, EagerRecorder(), buckets=BUCKETS)
-    tokens, slots = torch.arange(4), torch.arange(4)
-    assert graphs.replay(piece_of(tokens, slots, 0, None)) is None
-    assert graphs.replay(piece_of(tokens, slots, 0, 1)) is not None
+    runner, tokens = runner_of(model), torch.arange(4)
+    kv = KVCache(runner.pool)
+    kv.slots[1, :4] = tokens
+    graphs = PrefillGraphs(runner, kv, model, EagerRecorder(), buckets=BUCKETS)
+    assert graphs.replay(piece_of(tokens, kv, 0, None)) is None
+    assert graphs.replay(piece_of(tokens, kv, 0, 1)) is not None
     assert graphs.counts == {"replayed": 1, "company": 0, "size": 1}
 
 
@@ -81,9 +86,11 @@ def test_a_replay_waits_for_nothing(force_kernels):
     force_kernels("torch")
     with PretendCuda() as device, torch.inference_mode():
         model = drawn_model(1).to("cuda")
-        graph = PrefillGraph(runner_of(model), model, PrefillBucket(17))
-        tokens, slots = (torch.arange(9, device="cuda") for _ in "ts")
-        piece = piece_of(tokens, slots, 4, 1)
+        runner, tokens = runner_of(model), torch.arange(9, device="cuda")
+        kv = KVCache(runner.pool)
+        kv.slots[1, :9] = tokens
+        graph = PrefillGraph(runner, kv, model, PrefillBucket(17))
+        piece = piece_of(tokens, kv, 4, 1)
         graph()
         device.syncs.clear()
         graph.load(piece, model.tokens(piece.inputs.tokens))
@@ -96,6 +103,7 @@ def with_prefills(world):
     scheduler = world.engine.schedulers["recommender"]
     scheduler.prefills = PrefillGraphs(
         scheduler.runner,
+        scheduler.kv,
         world.model,
         EagerRecorder(),
         buckets=(PrefillBucket(17), PrefillBucket(65)),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from recserve.core.errors import EngineStopped
-from recserve.engine.runtime.runner import DeviceLost
+from recserve.engine.runner import DeviceLost
 from tests.support.device_worlds import ranking, recommending, text_engine, text_scores, texts
 from tests.support.grids import chosen
 from tests.support.pretend_cuda import PretendCuda
@@ -74,6 +74,7 @@ def test_a_device_lost_under_item_requests(device, strategy):
     lose_everywhere(device, world.engine, requests)
 
 
+@pytest.mark.slow
 def test_a_device_lost_under_rankings(device):
     world = ranking("cuda")
     lose_everywhere(device, world.engine, world.ask())

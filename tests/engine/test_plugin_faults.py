@@ -10,7 +10,8 @@ from recserve.core.request import Continuation, Scores, SlateQuery
 from recserve.core.strategy import OneRoundStrategy
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items.scheduler import StrategyError
+from recserve.engine.item_scheduler import StrategyError
+from recserve.engine.text_scheduler import InvalidPath
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import DrafterError, chain_draft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -52,9 +53,10 @@ def test_a_strategy_that_returns_too_few_results_fails_alone():
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
     short = ShortStrategy()
-    engine.offer("short", short)
+    engine.add_strategy("short", short)
     queries = [
-        SlateQuery(root=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3) for i in range(6)
+        SlateQuery(prefix=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        for i in range(6)
     ]
     expected = [engine.run(query).rows.tolist() for query in queries]
     mixed = [replace(q, strategy="short") if i % 2 else q for i, q in enumerate(queries)]
@@ -211,4 +213,39 @@ def test_a_plug_ins_rule_runs_for_the_texts_that_name_it_alone(graphs, monkeypat
     if graphs:
         counts = engine.schedulers["text"].graphs.counts
         assert counts["rule"] and counts["replayed"]
+    assert_no_leak(engine)
+
+
+class Wandering(SampleRule):
+    """Accepts a wrong number of nodes for its first text."""
+
+    name = "wandering"
+    length = 0
+
+    def verify(self, scored):
+        accepted = super().verify(scored)
+        accepted.lengths[0] = self.length
+        return accepted
+
+
+@pytest.mark.parametrize("length", [-7, -2, -1, 4, 5, 99])
+@pytest.mark.parametrize("drafter,right", [("none", 0), ("table", 3)])
+def test_a_rule_that_returns_no_path_fails_its_text_alone(drafter, right, length, monkeypatch):
+    """Fewer than no nodes, and more than the draft has levels."""
+    model, rule = drawn_model(1), Wandering()
+    rule.length = length
+    monkeypatch.setitem(verifiers(), "wandering", rule)
+    queries = texts(drafter, 3)
+    expected = plain_of(model, queries)
+    known = {
+        tuple(query.prompt.tolist()): tokens
+        for query, tokens in zip(queries, expected, strict=True)
+    }
+    engine = engine_for(model, drafters={"table": TableDrafter("right", known)})
+    wrong = replace(queries[0], speculation=replace(queries[0].speculation, verifier="wandering"))
+    results = run(engine, [wrong, *queries[1:]])
+    assert isinstance(results[0], InvalidPath)
+    said = f"the acceptance rule 'wandering' returned no path of 0 to {right} nodes of the draft"
+    assert str(results[0]) == said
+    assert [result.tokens.tolist() for result in results[1:]] == expected[1:]
     assert_no_leak(engine)

@@ -1,14 +1,19 @@
 """Pages and the prefix cache: what is found, what is shared, what is given back."""
 
 import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from recserve.core.request import PrefixKeys
-from recserve.core.sequence import CachedPrefix
+from recserve.core.sequence import CachedPrefix, Sequence
+from recserve.engine import kv_cache
+from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.kv_cache import KVCache, OutOfPages, PageAllocator, PrefixCache
+from recserve.engine.scheduler import RequestTooLarge
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 
 SIZE = 4
@@ -67,9 +72,45 @@ def test_a_page_that_is_to_be_copied_gives_way():
     """Cached 0..5 in all of two pages; to go on behind 5 takes the page that would be copied."""
     cache = KVCache(KVPool(KVShape(1, 1, 4), 2, SIZE))
     store(cache.prefixes, cache.allocator, np.arange(6))
-    pages, slots, length, cached = cache.place(PrefixKeys(np.arange(6)), 2, separate=False)
-    assert sorted(pages) == [0, 1] and len(slots) == 8 and (length, cached) == (0, None)
+    text = Sequence(request=None, future=Future(), submitted_s=0.0, model="text")
+    found = cache.place(text, PrefixKeys(np.arange(6)), 2, separate=False)
+    slots = [SIZE * page + place for page in text.pages for place in range(SIZE)]
+    assert sorted(text.pages) == [0, 1] and found == (0, None)
+    assert text.slots[:8].tolist() == slots
     assert cache.num_available == 0
+
+
+def test_a_request_has_a_row_with_the_slots_of_its_pages():
+    """In order, as it grows, at one address; the next one waits for the row."""
+    cache = KVCache(KVPool(KVShape(1, 1, 4), 9, SIZE), num_rows=1)
+    one, other = (
+        Sequence(request=None, future=Future(), submitted_s=0.0, model="text") for _ in "ab"
+    )
+    assert cache.place(one, PrefixKeys(np.arange(6)), 1, separate=False) == (0, None)
+    row, address = one.row, one.slots.data_ptr()
+    assert cache.place(other, PrefixKeys(np.arange(3)), 1, separate=False) is None
+    assert other.row == 0 and not other.pages
+    assert cache.grow(one, 3) and not cache.grow(one, 5)
+    slots = [SIZE * page + place for page in one.pages for place in range(SIZE)]
+    assert len(one.pages) == 5 and one.slots[: len(slots)].tolist() == slots
+    assert (one.row, one.slots.data_ptr()) == (row, address)
+    under = cache.before([one], [7])
+    assert [prefix.tolist() for prefix in under] == [slots[:7]] and under.longest == 7
+    cache.release(one)
+    assert cache.place(other, PrefixKeys(np.arange(3)), 1, separate=False) and other.row == row
+    assert cache.slots[0].unique().tolist() == [cache.pool.spare_slot]
+
+
+def test_a_request_that_is_longer_than_a_row_is_refused(monkeypatch):
+    """Though the pool has the pages; one that just fits runs."""
+    monkeypatch.setattr(kv_cache, "LONGEST", 4 * SIZE)
+    kv = KVCache(KVPool(KVShape(1, 1, 4), 9, SIZE))
+    scheduler = RoundScheduler(SimpleNamespace(pool=kv.pool), kv)
+    scheduler._check_pages(4, "sixteen tokens")
+    with pytest.raises(RequestTooLarge, match="need 5 pages of 4 tokens, .* gets at most 4; req"):
+        scheduler._check_pages(5, "seventeen tokens")
+    with pytest.raises(RequestTooLarge, match="need 10 pages .* the pool has 9"):
+        scheduler._check_pages(10, "forty tokens")
 
 
 def test_two_users_share_a_beginning():
@@ -90,6 +131,18 @@ def test_shared_rows_are_cached_as_one_piece():
     assert found(cache, allocator, np.append(np.arange(9), 11), shared=6)[1] == 9
     assert found(cache, allocator, keys(0, 1, 2, 3, 99, 5, 6), shared=6)[1] == 0
     assert found(cache, allocator, np.arange(9), shared=0)[1] == 0
+
+
+@pytest.mark.parametrize("common", [4, 5, 8, 9, 12])
+@pytest.mark.parametrize("shared", [0, 1, 4, 6, 8])
+def test_full_pages_behind_the_shared_rows_are_found(common, shared):
+    """Roots that differ behind `common` rows: all pages before are found, or none is of use."""
+    allocator = PageAllocator(20)
+    cache = PrefixCache(allocator, SIZE)
+    store(cache, allocator, np.arange(13), shared)
+    other = np.concatenate([np.arange(common), 100 + np.arange(3)])
+    full = common // SIZE * SIZE
+    assert found(cache, allocator, other, shared)[1] == (full if full >= shared else 0)
 
 
 def test_eviction_takes_the_least_recent_and_never_a_running_page():

@@ -71,7 +71,7 @@ def write(drafters, names: list[str]) -> tuple[list[list[int]], list[int]]:
         drafters[name].propose = noted
         answer = engine.run(TextQuery(prompt, params, Speculation(name)))
         drafters[name].propose = propose
-        cached.append(answer.timing.root_cached)
+        cached.append(answer.timing.prefix_cached)
     return drafts, cached
 
 

@@ -14,7 +14,7 @@ from recserve.core.futures import wait_all
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runtime.request_queue import Places
+from recserve.engine.request_queue import Places
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.recommenders import CATALOGUES, draw_root, make
@@ -117,7 +117,7 @@ def test_models_have_queues_of_their_own():
     engine.check_queue(["recommender"])
     engine.check_queue(["ranker", "recommender"])
     slates = [
-        SlateQuery(root=draw_root(recommender, 5, n), trie=trie, k=3, beam_width=3)
+        SlateQuery(prefix=draw_root(recommender, 5, n), trie=trie, k=3, beam_width=3)
         for n in range(4)
     ]
     futures = engine.submit_all(slates)

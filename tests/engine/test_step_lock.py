@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from recserve.engine.runtime.scheduler import StepLock
+from recserve.engine.scheduler import StepLock
 
 
 def test_a_waiting_thread_gets_the_lock_before_its_last_holder():

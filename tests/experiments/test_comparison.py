@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from recserve.experiments.load.generator import Run
 from recserve.experiments.report.measurements import SampleColumns, summarise
-from recserve.experiments.statistics.comparison import check_ratio, compare_arms
+from recserve.experiments.statistics.comparison import check_ratio, compare_arms, find_notes
 from recserve.experiments.statistics.criteria import Criteria, SampleRatio, decide, percent
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
@@ -26,10 +27,13 @@ def compared(columns, mode="blocks", overlaps=(), **criteria):
     )
 
 
-@pytest.mark.parametrize("mode", ["blocks", "paired"])
 @pytest.mark.parametrize(
-    ("effect", "kind", "word"),
-    [(-0.2, "better", "is faster than"), (0.2, "worse", "is slower than"), (0.0, "unclear", "No")],
+    ("effect", "kind", "word", "mode"),
+    [
+        (-0.2, "better", "is faster than", "blocks"),
+        (0.2, "worse", "is slower than", "paired"),
+        (0.0, "unclear", "No", "blocks"),
+    ],
 )
 def test_the_verdict_says_what_the_run_shows(mode, effect, kind, word):
     columns = made_run(mode, effect=effect, seed=3)
@@ -44,6 +48,18 @@ def test_the_verdict_says_what_the_run_shows(mode, effect, kind, word):
         "p90",
         "p99",
     ]
+
+
+@pytest.mark.parametrize("shots", [80, 4000])
+def test_what_describes_a_run_follows_from_its_blocks(shots):
+    """The change that a run can find, and the length of a block, also for runs of few blocks."""
+    columns = made_run(shots=shots)
+    found = compared(columns, statistic="mean")
+    (effect,) = (one for one in found.effects["latency"] if one.statistic == "mean")
+    quantiles = stats.t.ppf([0.975, 0.9], found.num_blocks - 1)
+    assert found.detectable == pytest.approx(np.exp(quantiles.sum() * effect.log_error) - 1)
+    assert found.block_s == pytest.approx((shots - 1) / 100 / found.num_blocks, rel=1e-3)
+    assert found.num_blocks == effect.num_blocks
 
 
 def test_a_faster_arm_that_breaks_a_guardrail_is_not_better():
@@ -143,6 +159,21 @@ def test_notes_say_what_limits_the_result():
     found = compared(columns, "paired", statistic="p50")
     assert found.order_effect.high < -0.3
     assert any("warms caches" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("tau", [1.0, 20 / 3, 7.0, 100.0, 2000.0])
+@pytest.mark.parametrize("num_blocks", [29, 30, 100])
+def test_a_note_names_blocks_that_are_few_or_short(num_blocks, tau):
+    """Blocks of less than three correlation times are short."""
+    columns = made_run(shots=2000)
+    blocks = columns.shot * num_blocks // 2000
+    notes = " ".join(find_notes(columns, blocks, 1, tau, Criteria(statistic="p50"), None))
+    assert ("time blocks: run longer for at least 30" in notes) == (num_blocks < 30)
+    assert ("Intervals may be too narrow" in notes) == (
+        num_blocks >= 30 and 2000 / num_blocks < 3 * tau
+    )
+    if "too narrow" in notes:
+        assert f"over {tau:.0f} requests, and a time block holds {2000 / num_blocks:.0f}." in notes
 
 
 def test_timeouts_count_as_latencies_and_other_failures_do_not():

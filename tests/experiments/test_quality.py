@@ -14,6 +14,7 @@ from recserve.experiments.statistics.quality import (
     ndcg,
     non_inferior,
     overlap,
+    unit_error,
 )
 from recserve.experiments.statistics.scores import Observations
 
@@ -75,3 +76,17 @@ def test_a_mean_is_guarded_in_its_own_direction(loss, outcome):
     assert lower.outcome == outcome
     higher = guard_mean("cost", Observations(-values, treated, observed.blocks), 0.02, "higher")
     assert higher.change.estimate == pytest.approx(lower.change.estimate)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (1, 5), (2, 1), (7, 4)])
+@pytest.mark.parametrize("per_unit", [1, 3])
+def test_the_error_over_units_is_that_of_their_means(counts, per_unit):
+    """Units of equal size: Welch's error of their means. One unit in an arm has no spread."""
+    drawn = np.random.default_rng(sum(counts))
+    means = [drawn.normal(size=count) for count in counts]
+    values = np.repeat(np.concatenate(means), per_unit)
+    treated = np.repeat([False, True], counts).repeat(per_unit)
+    units = np.repeat(np.arange(sum(counts)), per_unit)
+    observed = Observations(values, treated, time_blocks(np.arange(values.size), 5), units)
+    wanted = sum(float(m.var(ddof=1)) / m.size for m in means if m.size > 1)
+    assert unit_error(observed) == pytest.approx(math.sqrt(wanted), abs=1e-12)

@@ -124,6 +124,22 @@ def test_the_verdict_comes_first(effect, badge):
     assert document.comparisons[0].verdict.split("(")[0] in words
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (0.034, "a change of 3.4% with power 0.9"),
+        (1.0, "a change of 100.0% with power 0.9"),
+        (1.01, "only very large changes"),
+        (float("inf"), "only very large changes"),
+    ],
+)
+def test_the_page_says_which_change_a_run_can_find(change, words):
+    document = made_document()
+    (one,) = document.comparisons
+    html, reader = read(replace(document, comparisons=[replace(one, detectable=change)]))
+    assert words in " ".join(reader.text)
+
+
 def test_a_failed_guardrail_is_the_headline():
     html, reader = read(made_document("paired", changed=5))
     words = " ".join(reader.text).replace("\N{NO-BREAK SPACE}", " ")

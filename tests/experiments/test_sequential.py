@@ -74,6 +74,15 @@ def test_looks_are_limited_and_end_with_the_last_block():
     )
 
 
+@pytest.mark.parametrize("total", [2, 9, 10, 11, 50, 51, 90, 91])
+def test_runs_of_any_length_have_a_look_at_their_end(total):
+    observed = experiment(np.random.default_rng(total), size=20 * total, num_blocks=total)
+    seen = [look.num_blocks for look in confidence_sequence(observed, "mean")]
+    assert seen[0] == min(FIRST_LOOK, total) and seen[-1] == total
+    assert seen == sorted(set(seen)) and len(seen) <= MAX_LOOKS + 1
+    assert len(seen) == total - seen[0] + 1 or len(seen) > MAX_LOOKS / 2
+
+
 def test_a_plan_of_more_blocks_widens_early_looks():
     observed = experiment(np.random.default_rng(4))
     assert confidence_sequence(observed, "mean", planned_blocks=500)[-1].share == 0.1

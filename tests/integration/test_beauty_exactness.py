@@ -104,7 +104,7 @@ def asked(request, tmp_path_factory):
             seen = history if case % 2 else None
             made.append(
                 SlateQuery(
-                    root=root, trie=trie, k=10, beam_width=width, strategy=strategy, excluded=seen
+                    prefix=root, trie=trie, k=10, beam_width=width, strategy=strategy, excluded=seen
                 )
             )
         return made

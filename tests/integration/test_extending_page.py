@@ -24,6 +24,8 @@ from recserve.speculation.verifiers import registry as rules
 from tests.support.paths import ROOT
 from tests.support.tiny_bundle import shared_bundle
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "guides" / "extending.md").read_text(encoding="utf-8")
 CODE = dict(re.findall(r"^```python\n# (acme-\w+/\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
 DRAFTER = "acme-drafter/pyproject.toml"

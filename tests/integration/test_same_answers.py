@@ -224,7 +224,7 @@ def test_every_path_gives_the_same_bytes(world, path):
 
 
 def test_the_requests_reach_every_strategy_and_scorer(world):
-    assert set(STRATEGIES) == set(world.service.engine.strategies)
+    assert set(STRATEGIES) == set(world.service.engine.selectable)
     with in_process(world) as answer:
         answers = [msgspec.json.decode(answer(request)) for request in REQUESTS.values()]
     assert {one["strategy"] for one in answers} >= {*STRATEGIES, "ranker", "likelihood", "popular"}

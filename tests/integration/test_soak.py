@@ -15,7 +15,6 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import chosen
 from tests.support.recommenders import draw_root, make
 from tests.support.text_engines import MAKERS, assert_forgotten
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model
@@ -49,7 +48,7 @@ def variants(random: np.random.Generator, trie, recommender, text) -> tuple[list
         requests.append(TextQuery(prompt, params, how, priority=number % 3))
     for number in range(20):
         root = draw_root(recommender, 1 + number % 7, number)
-        requests.append(SlateQuery(root=root, trie=trie, k=4, beam_width=2 + number % 5))
+        requests.append(SlateQuery(prefix=root, trie=trie, k=4, beam_width=2 + number % 5))
     return requests, texts
 
 
@@ -67,8 +66,9 @@ def assert_fits(request, answer, wanted) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("load_aware", chosen({"always": False, "load-aware": True}, "always"))
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count, load_aware", [(1000, False), (150, True)], ids=["always", "load-aware"]
+)
 def test_mixed_requests(count, load_aware):
     random = np.random.default_rng(7)
     codes = torch.from_numpy(np.unique(random.integers(0, 6, (60, 3)), axis=0))
@@ -123,11 +123,6 @@ def test_mixed_requests(count, load_aware):
         assert_forgotten(drafters[name])
     if load_aware:
         # Who drafts follows from measured costs, and the first draft of a drafter may be empty.
-        few = 1 if count < 1000 else len(MAKERS) // 2
-        assert len({drafter for drafter, _ in drafted}) >= few
+        assert drafted
     else:
-        # Which few requests end before they are cancelled differs between processors.
-        every = {*PAIRS} - {("none", "sample")}
-        assert drafted <= every and len(drafted) >= (
-            len(every) if count >= 1000 else len(every) // 2
-        )
+        assert drafted == {*PAIRS} - {("none", "sample")}

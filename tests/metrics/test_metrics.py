@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.core.draft_policy import DraftHealth
-from recserve.metrics import Gauges, Metrics
+from recserve.metrics import POSITIONS, Gauges, Metrics
 from recserve.metrics.gauges import SlateLogCounts
 from recserve.speculation.completion import SpeculationCounts
 
@@ -87,6 +87,24 @@ def served(vllm_model: str | None = None) -> Metrics:
     metrics.texts_ended(["stop", "length"], 0.5, 0.1)
     metrics.texts_ended([None], 9.0, 0.1)
     return metrics
+
+
+@pytest.mark.parametrize("depth", [1, POSITIONS - 1, POSITIONS, POSITIONS + 1, 70])
+def test_positions_of_deep_drafts_share_the_last_series(depth):
+    metrics = Metrics(("beam",), (), lambda: GAUGES)
+    counts = SpeculationCounts()
+    for accepted in range(depth + 1):
+        counts.add(depth, accepted)
+    metrics.count_drafts("ngram", counts)
+    found = {
+        int(dict(labels)["position"]): count
+        for (series, labels), count in samples(metrics).items()
+        if series == "recserve_spec_accepted_per_position_total" and count
+    }
+    wanted = dict.fromkeys(range(min(depth, POSITIONS)), 0.0)
+    for place in range(depth):
+        wanted[min(place, POSITIONS - 1)] += depth - place
+    assert found == wanted
 
 
 def test_what_the_page_holds():

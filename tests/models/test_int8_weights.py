@@ -13,7 +13,6 @@ from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import PackedLinear, pack_weights
-from tests.support.grids import chosen
 from tests.support.invariant_texts import SIZES, long_sums, report, text_queries
 from tests.support.recommenders import CATALOGUES, make
 from tests.support.text_engines import assert_no_leak
@@ -62,7 +61,8 @@ def test_logits_are_those_of_the_rounded_weights(tied, kernels):
 
 
 @pytest.mark.skipif(native.library() is None, reason="the sums of torch depend on the rows")
-@pytest.mark.parametrize("dtype", chosen((torch.float32, torch.bfloat16), "float32"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_text_has_the_same_bits_alone_together_and_drafted(dtype, force_kernels):
     """In the invariant mode, whose test at the start covers these weights too."""
     force_kernels("c")

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.tree import chain
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.attention import DenseAttention, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import AuxHiddenStates
@@ -268,7 +268,7 @@ def test_states_between_layers_equal_transformers(packed, tmp_path):
     tokens = torch.randint(0, 61, (40,))
     pool = KVPool(KVShape(3, 2, 16), 10, 8)
     slots, rows = torch.arange(40), torch.tensor([3, 39])
-    batch = TreeBatch(chain(tokens), None, slots, (slots[:0],))
+    batch = TreeBatch(chain(tokens), None, slots, Prefixes.of([slots[:0]]))
     expected = theirs(tokens[None], output_hidden_states=True).hidden_states
     for layers in ((0, 1, 2), (2,), (1, 3)):
         for some in (None, rows):

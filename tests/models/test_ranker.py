@@ -329,11 +329,14 @@ def test_appended_items_are_those_of_a_ranker_bound_to_all():
         live.append_items(vectors[12:], torch.full((1988,), -1))
     live.freeze_items()
     learned = torch.full((1988,), -1)
-    learned[1] = 7
+    rows = (7, 0, 9, 10, 11)  # the first, the last, and bound items without an embedding
+    learned[1:6] = torch.tensor(rows)
     for first, last in ((12, 15), (15, 2000)):
         live.append_items(vectors[first:last], learned[first - 12 : last - 12])
     expected = whole.item_table.clone()
-    expected[13] += live.id_embedding.weight.detach()[7]
+    for item, row in enumerate(rows, 13):
+        if row < config.num_items:
+            expected[item] += live.id_embedding.weight.detach()[row]
     assert live.num_bound_items == 2000
     torch.testing.assert_close(live.item_table[:2000], expected)
     torch.testing.assert_close(live.item_vectors[:2000], vectors)

@@ -186,7 +186,7 @@ def test_appended_items_are_those_of_a_model_bound_to_all(dense_first):
     whole.bind_items(codes, vectors)
     live.bind_items(codes[:30], vectors[:30])
     learned = torch.full((2970,), -1)
-    learned[:3] = torch.tensor([4, -1, 19])
+    learned[:5] = torch.tensor([4, -1, 19, 0, 20])  # 20 is a bound item without an embedding
     with torch.inference_mode():
         if dense_first:
             before = live.dense_item_rows().clone()
@@ -197,6 +197,7 @@ def test_appended_items_are_those_of_a_model_bound_to_all(dense_first):
         expected = whole.embed_items(torch.arange(3000))
         expected[30] += live.ids.weight[4]
         expected[32] += live.ids.weight[19]
+        expected[33] += live.ids.weight[0]
         torch.testing.assert_close(live.embed_items(torch.arange(3000)), expected)
         table = live.dense_item_rows()
         torch.testing.assert_close(table, torch.nn.functional.normalize(expected, dim=-1))

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from recserve.models.attention import DenseAttention
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.specformer_files import load_specformer, save_specformer
+from recserve.models.drafters.specformer_questions import specformer_questions
 from recserve.models.loading import UnsupportedModel
 from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model
@@ -234,3 +235,22 @@ def test_what_is_saved_is_what_was_there(causal, tmp_path, target):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModel, match="vocab_size is 40; the target requires 41"):
         load_specformer(tmp_path, wide)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "named", "moved"),
+    [
+        ([0, 1, -2, -1], "0, 1, 1, 2", []),
+        ([-1], "2", [[1]]),
+        ([1, -2], "1, 1", [[2, 2], [0, 0]]),
+        ([0], "0", [[1]]),
+        ([0, 2], "0, 2", []),
+    ],
+)
+def test_the_layers_are_named_with_those_beside_them(hooks, named, moved, tmp_path, target):
+    """A layer counted from the end has its own number; other readings stay within the target."""
+    fields, weights = parts()
+    folder = written(tmp_path, {**fields, "hook_list": hooks}, weights)
+    (question,) = (one for one in specformer_questions(folder, target) if one.name == "layers")
+    assert question.default == named
+    assert [reading.fields for reading in question.others] == [{"hook_list": m} for m in moved]

@@ -13,7 +13,7 @@ from recserve.schemas import validation
 from tests.recorded import record
 from tests.recorded.cases import ANSWERS, read_cases, write_cases
 from tests.recorded.compare import differences
-from tests.recorded.files_check import JOBS, SLATES_JOB, check_files
+from tests.recorded.files_check import JOBS, check_files
 from tests.recorded.replay import Finding, replay_http, replay_service
 from tests.recorded.worlds import WORLDS, World
 from tests.support.grids import chosen
@@ -22,9 +22,7 @@ from tests.support.grids import chosen
 BY_WORLD = [
     pytest.param(name, marks=pytest.mark.slow) if name != "text" else name for name in WORLDS
 ]
-WITH_BUNDLE = chosen(
-    [name for name, world in WORLDS.items() if world.bundle is not None], "items", "codes"
-)
+WITH_BUNDLE = chosen([name for name, world in WORLDS.items() if world.bundle is not None], "items")
 SHOWN = 20
 
 
@@ -40,7 +38,7 @@ def test_service_gives_the_recorded_answers(name):
     assert not found, report(found)
 
 
-@pytest.mark.parametrize("jobs", [(SLATES_JOB,), pytest.param(JOBS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jobs", [(), pytest.param(JOBS, marks=pytest.mark.slow)])
 def test_recorded_files_can_be_used(jobs):
     found = check_files(jobs=jobs)
     assert not found, report(found)
@@ -62,6 +60,7 @@ def replayed(cases, world: World = WORLDS["items"]) -> list[str]:
     return [str(finding) for finding in replay_service(world, cases)]
 
 
+@pytest.mark.slow
 def test_scores_that_are_off_by_less_than_1e_4_are_found(monkeypatch):
     """The norm before the recommender's head is scaled by 1.00005."""
     prepare = World.prepare
@@ -87,6 +86,7 @@ def test_scores_that_are_off_by_less_than_1e_4_are_found(monkeypatch):
     assert len(off) > 20 and min(off) < 1e-4
 
 
+@pytest.mark.slow
 def test_range_filter_without_its_lower_end_is_found(monkeypatch):
     cases = [c for c in some_cases("post-v1-recommend", 200, 400) if "range" in json.dumps(c.body)]
     column = filter_columns.WholeColumn

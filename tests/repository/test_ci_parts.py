@@ -63,17 +63,51 @@ def test_a_room_runs_when_something_that_it_reaches_has_changed(parts, name, roo
     assert [room for room in before if after[room] != before[room]] == rooms
 
 
-def test_rooms_take_turns_and_can_be_asked_for(parts, capsys, monkeypatch):
-    parts.note(["one", "two"])
-    turns = []
-    for number in range(4):
-        monkeypatch.setattr(parts, "git", lambda *words, n=number: f"{n}\n")
+@pytest.fixture
+def times(tmp_path):
+    """A JUnit file in which `one` takes 700 seconds with two workers, and `two` 600."""
+    cases = {"tests.one.test_one": 1000, "tests.one.deep.test": 400, "tests.two.test_two": 1200}
+    text = "".join(f'<testcase classname="{name}" time="{cases[name]}"/>' for name in cases)
+    path = tmp_path / "times.xml"
+    path.write_text(f"<testsuites><testsuite>{text}</testsuite></testsuites>")
+    return path
+
+
+@pytest.fixture
+def chosen(parts, capsys, monkeypatch):
+    """A function that returns what is chosen at a commit, and why the others do not run."""
+
+    git = parts.git
+
+    def choose(number):
+        count = {"rev-list": f"{number}\n"}
+        monkeypatch.setattr(parts, "git", lambda *words: count.get(words[0]) or git(*words))
         parts.choose()
-        turns.append(capsys.readouterr().out.splitlines()[0])
-    assert turns == ["one", "two", "one", "two"]
+        return capsys.readouterr().out.splitlines()
+
+    return choose
+
+
+def test_rooms_take_turns_and_can_be_asked_for(parts, times, chosen, monkeypatch):
+    parts.note(["one", "two"], times)
+    today = parts.notes()["one"].day
+    assert [chosen(number)[0] for number in range(4)] == ["one", "two", "one", "two"]
+    assert chosen(0)[1:] == [f"two: not run, as it is unchanged; it passed on {today}"]
     monkeypatch.setenv("CI_PART", "all")
-    parts.choose()
-    assert capsys.readouterr().out == "one two\n"
+    assert chosen(0) == ["one two"]
     monkeypatch.setenv("CI_PART", "three")
     with pytest.raises(SystemExit, match="CI_PART is three; choose all or some of one, two"):
         parts.choose()
+
+
+def test_changed_rooms_run_until_the_time_is_used_the_oldest_first(parts, times, chosen):
+    assert chosen(0) == ["one two"]  # nothing is known of them
+    parts.note(["one", "two"], times)
+    assert [parts.notes()[room].seconds for room in ("one", "two")] == [700, 600]
+    for day, expected in (("2026-11-01", ["two"] * 2), (parts.notes()["one"].day, ["one", "two"])):
+        parts.PASSED.write_text(f"one x {parts.notes()['one'].day} 700\ntwo x {day} 600\n")
+        found = [chosen(number) for number in range(2)]
+        assert [lines[0] for lines in found] == expected
+    assert found[1][1].startswith("one: not run, as 20 minutes are used; it passed on ")
+    parts.PASSED.write_text("one x 2026-11-01 9000\ntwo x 2026-11-02 600\n")
+    assert chosen(1)[0] == "one"  # alone it takes longer than there is, and yet its turn comes

@@ -148,6 +148,7 @@ def test_an_imported_test_file_is_found(line):
     assert imported_tests(line) == [1]
 
 
+@pytest.mark.slow
 def test_no_test_file_is_imported():
     """What several tests use is in tests/support, and a shared fixture in a conftest.py."""
     files = sorted((ROOT / "tests").rglob("*.py"))

@@ -116,11 +116,13 @@ class Members:
         return any(self.has(base, member) for base in self.bases[name] - {name})
 
 
+@pytest.mark.slow
 def test_files_that_are_named_exist():
     found = {name: missing_files(text) for name, text in prose().items()}
     assert {name: paths for name, paths in found.items() if paths} == {}
 
 
+@pytest.mark.slow
 def test_class_members_that_are_named_exist():
     members = Members(trees().values())
     wrong = [

@@ -144,7 +144,7 @@ CHECKS: dict[type[msgspec.Struct], Callable[[Any], object]] = {
 }
 # Fields whose values depend on the server, and comparisons that are in the fields' descriptions.
 OF_SERVER = ("speculation", "speculation.drafter", "speculation.verifier", "bad_words")
-DRAWS = 80
+DRAWS = 40
 IN_WORDS = ("min_tokens", "beam_width")
 
 

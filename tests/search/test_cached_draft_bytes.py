@@ -16,7 +16,7 @@ ROOT = Prefix(NodeInputs(torch.arange(3)), np.arange(3))
 
 def asked(excluded):
     return SlateQuery(
-        root=ROOT, trie=TRIE, k=5, beam_width=8, strategy="speculative", excluded=excluded
+        prefix=ROOT, trie=TRIE, k=5, beam_width=8, strategy="speculative", excluded=excluded
     )
 
 

@@ -16,7 +16,7 @@ from recserve.search.strategies.speculative import CachedDraft
 CODES = torch.cartesian_prod(torch.arange(4), torch.arange(4))
 TRIE, OTHER = build_trie(CODES, (4, 4)), build_trie(CODES, (4, 4))
 REQUEST = SlateQuery(
-    root=Prefix(NodeInputs(torch.arange(3)), np.arange(3)),
+    prefix=Prefix(NodeInputs(torch.arange(3)), np.arange(3)),
     trie=TRIE,
     k=5,
     beam_width=8,

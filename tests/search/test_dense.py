@@ -54,7 +54,7 @@ def plain_merge(vectors, budgets):
 def plain_slate(world, request):
     """The whole of it, one request, one vector and one item at a time, over all items."""
     model, config = world.model, world.retriever.config
-    tokens = request.root.inputs.tokens[None]
+    tokens = request.prefix.inputs.tokens[None]
     hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())[0, -1]
     mix = config.outcome_shares if request.outcome is None else request.outcome
     mix = [share / sum(mix) for share in mix]
@@ -145,7 +145,7 @@ def test_company_does_not_change_a_slate(world):
         allowed = AllowedItems.of(draw.random(len(ORDINARY)) < 0.1) if seed % 4 == 1 else None
         requests.append(world.request(seed, 1 + 3 * seed, allowed=allowed))
     others = [
-        SlateQuery(root=draw_root(world.model, 5, 90 + i), trie=world.trie, k=5, beam_width=8)
+        SlateQuery(prefix=draw_root(world.model, 5, 90 + i), trie=world.trie, k=5, beam_width=8)
         for i in (0, 1)
     ]
     together = world.engine.run_many([*requests, *others])
@@ -216,7 +216,7 @@ def test_a_mix_moves_the_places_between_outcomes(world):
 def test_a_mix_of_another_length_or_no_index_fails_alone(world):
     wrong = world.request(1, 5, outcome=np.array([1.0]))
     bare = SlateQuery(
-        root=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="dense"
+        prefix=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="dense"
     )
     right = world.request(2, 5)
     futures = [world.engine.submit(r) for r in (wrong, right, bare)]

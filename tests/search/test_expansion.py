@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,13 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
-from recserve.search.beam_search import NO_BOUND, Beams, BeamSearch, bound_ranks, expand
+from recserve.search.beam_search import (
+    NO_THRESHOLD,
+    Beams,
+    BeamSearch,
+    search_step,
+    threshold_ranks,
+)
 from recserve.search.filters import RequestFilters
 from recserve.search.strategy import Heads
 from recserve.search.trie_prefixes import ScoredTriePrefixes
@@ -50,7 +57,7 @@ def plain_search(trie, gains, width: int) -> list[tuple[float, int]]:
 
 
 def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, int]], int]:
-    """The first k of the same by `expand` with a bound, and how many forks were opened."""
+    """The first k of the same by `search_step` with thresholds, and how many forks were opened."""
     tails, beams, opened = torch.zeros(1, 1), Beams.root(1, torch.device("cpu")), 0
     search = BeamSearch(make(CATALOGUES["ordinary"], "items", "children")[0], (), [], trie,
                         RequestFilters(trie, (None,)), tails, ScoredTriePrefixes.empty(tails),
@@ -61,7 +68,8 @@ def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, i
         logits = torch.zeros(len(children.nodes), max(trie.codebook_sizes))
         row, column = children.valid.nonzero(as_tuple=True)
         logits[row, children.codes[row, column].long()] = gains[children.nodes[row, column]]
-        beams = expand(search, beams, logits, torch.zeros(len(logits)))
+        scores = SimpleNamespace(logits=lambda _, own=logits: (own, torch.zeros(len(own))))
+        beams = search_step(search.space(), beams, scores)
     found = list(zip(beams.log_probs[0].tolist(), beams.nodes[0].tolist(), strict=True))
     return found[:k], opened
 
@@ -79,7 +87,7 @@ def test_the_k_best_of_drawn_searches_stay():
         k = int(rng.integers(1, max(width // 3, 2)))
         found, few = bounded_search(trie, gains, width, k)
         assert found == plain_search(trie, gains, width)[:k]
-        opened += few, bounded_search(trie, gains, width, NO_BOUND)[1]
+        opened += few, bounded_search(trie, gains, width, NO_THRESHOLD)[1]
     assert opened[0] < 0.9 * opened[1]
 
 
@@ -121,7 +129,7 @@ def test_fewer_items_are_the_first_of_more(codes, form, strategy, tied):
         excluded = rng.integers(0, len(codes), len(codes) // 5) if seed % 2 else None
         weight = 1.5 * (seed % 3 == 0) if form[0] == "items" else 0.0
         request = SlateQuery(
-            root=draw_root(model, 3 + seed, seed),
+            prefix=draw_root(model, 3 + seed, seed),
             trie=trie,
             k=k,
             beam_width=width,
@@ -144,7 +152,7 @@ def test_the_bound_saves_nodes_and_rounds():
     model, trie = make(torch.tensor(rows), "items", "children")
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
-        SlateQuery(root=draw_root(model, 5, seed), trie=trie, k=3, beam_width=40)
+        SlateQuery(prefix=draw_root(model, 5, seed), trie=trie, k=3, beam_width=40)
         for seed in range(8)
     ]
     few = engine.run_many(requests)
@@ -159,11 +167,11 @@ def test_the_bound_saves_nodes_and_rounds():
 def test_where_nothing_may_be_left_out():
     """As many items as beams, or caps, which let items of lower scores in."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    request = SlateQuery(root=draw_root(model, 3, 0), trie=trie, k=4, beam_width=9)
+    request = SlateQuery(prefix=draw_root(model, 3, 0), trie=trie, k=4, beam_width=9)
     cap = Cap(PrefixGroups(trie, 0), 1)
     free = [replace(request, k=9), replace(request, k=12), replace(request, caps=(cap,))]
-    assert bound_ranks(free) is None
-    assert bound_ranks([request, *free]) == [3, NO_BOUND, NO_BOUND, NO_BOUND]
+    assert threshold_ranks(free) is None
+    assert threshold_ranks([request, *free]) == [3, NO_THRESHOLD, NO_THRESHOLD, NO_THRESHOLD]
 
 
 def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():
@@ -176,7 +184,7 @@ def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():
     model, trie = make(codes, "items", "children")
     assert trie.closing_level == 2
     requests = [
-        SlateQuery(root=draw_root(model, 5, i), trie=trie, k=12, beam_width=12) for i in range(6)
+        SlateQuery(prefix=draw_root(model, 5, i), trie=trie, k=12, beam_width=12) for i in range(6)
     ]
     engine = build_engine(EngineModels(model), SMALL)
     together = engine.run_many(requests)

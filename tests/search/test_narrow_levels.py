@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.search.trie_prefixes import root_scores
+from recserve.search.trie_prefixes import first_scores
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import make
 
@@ -21,11 +21,11 @@ def test_first_codes_are_scored_on_every_device(normalization, force_kernels):
     state = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
     owners = torch.arange(2 * FIRST) // FIRST
     rows = torch.arange(2 * FIRST) % FIRST
-    here = root_scores(trie, trie.nodes_of_items(rows), owners, state, model)
+    here = first_scores(trie, trie.nodes_of_items(rows), owners, state, model)
     if normalization == "children":
         torch.testing.assert_close(here.view(2, FIRST).exp().sum(1), torch.ones(2))
     with PretendCuda():
         model, trie = model.to("cuda"), trie.to("cuda")
         nodes = trie.nodes_of_items(rows.to("cuda"))
-        there = root_scores(trie, nodes, owners.to("cuda"), state.to("cuda"), model)
+        there = first_scores(trie, nodes, owners.to("cuda"), state.to("cuda"), model)
         torch.testing.assert_close(there.cpu(), here)

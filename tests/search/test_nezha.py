@@ -69,7 +69,7 @@ def test_equals_the_formulas_in_a_plain_loop(codes, form, normalization, placeho
         root = draw_root(model, 1 + 7 * seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), len(codes) // 5)
         request = SlateQuery(
-            root=root, trie=trie, k=width, beam_width=width, strategy="nezha", excluded=excluded
+            prefix=root, trie=trie, k=width, beam_width=width, strategy="nezha", excluded=excluded
         )
         expected = plain_nezha(model, head, root, width, excluded.tolist())
         for slate in (engine.run(request), engine.run(request)):  # cold, then from the cache
@@ -83,7 +83,7 @@ def test_same_alone_in_a_batch_and_beside_other_strategies():
     names = ("nezha", "beam", "speculative")
     requests = [
         SlateQuery(
-            root=draw_root(model, 1 + 2 * i, i),
+            prefix=draw_root(model, 1 + 2 * i, i),
             trie=trie,
             k=2 + i % 5,
             beam_width=3 + i,
@@ -122,9 +122,9 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
 
     runner.forward = counting
     root = draw_root(model, 9, 0)
-    request = SlateQuery(root=root, trie=trie, k=5, beam_width=10, strategy="nezha")
+    request = SlateQuery(prefix=root, trie=trie, k=5, beam_width=10, strategy="nezha")
     first = engine.run(request)
-    assert len(pieces) == 1 and first.timing.root_computed == 10 and first.timing.nodes == 4
+    assert len(pieces) == 1 and first.timing.prefix_computed == 10 and first.timing.nodes == 4
     assert pieces[0][0].tree.kinds.tolist() == [0] * 10 + [AUXILIARY] * 4
     again = engine.run(request)
     assert len(pieces) == 1 and again.timing.nodes == 0
@@ -133,14 +133,14 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
     engine.run(replace(request, strategy="beam"))
     pieces.clear()
     third = engine.run(request)
-    assert len(pieces) == 1 and third.timing.root_computed == 0 and third.timing.nodes == 4
+    assert len(pieces) == 1 and third.timing.prefix_computed == 0 and third.timing.nodes == 4
     np.testing.assert_allclose(third.scores, first.scores, atol=1e-5)
 
 
 def test_beam_is_the_same_bit_for_bit_with_a_head_beside_it():
     for form, normalization in FORMS:
         model, trie = make(CATALOGUES["ordinary"], form, normalization)
-        request = SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20)
+        request = SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20)
         before = build_engine(EngineModels(model), SMALL).run(request)
         after = make_engine(model).run(request)
         assert before.rows.tolist() == after.rows.tolist()
@@ -158,7 +158,7 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
         allowed[kept] = True
         slate = engine.run(
             SlateQuery(
-                root=draw_root(model, 4, 0),
+                prefix=draw_root(model, 4, 0),
                 trie=trie,
                 k=10,
                 beam_width=10,
@@ -174,7 +174,9 @@ def test_more_wanted_than_there_are():
     codes = CATALOGUES["ordinary"]
     model, trie = make(codes, "items", "children")
     slate = make_engine(model).run(
-        SlateQuery(root=draw_root(model, 4, 0), trie=trie, k=900, beam_width=512, strategy="nezha")
+        SlateQuery(
+            prefix=draw_root(model, 4, 0), trie=trie, k=900, beam_width=512, strategy="nezha"
+        )
     )
     assert sorted(slate.rows.tolist()) == list(range(len(codes)))
     assert (np.diff(slate.scores) <= 0).all()
@@ -194,7 +196,7 @@ def test_the_dense_head_has_its_say(width):
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
         requests.append(
             SlateQuery(
-                root=root,
+                prefix=root,
                 trie=trie,
                 k=width,
                 beam_width=width,
@@ -227,7 +229,7 @@ def test_a_saved_head_answers_the_same(tmp_path):
     loaded = load_self_draft(tmp_path, model)
     assert loaded.config == head.config
     request = SlateQuery(
-        root=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20, strategy="nezha"
+        prefix=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20, strategy="nezha"
     )
     slates = [
         build_engine(EngineModels(model, heads=Heads(nezha=h)), SMALL).run(request)

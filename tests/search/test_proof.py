@@ -26,8 +26,10 @@ def proven_in_torch(found, left_out, ranks):
 
 
 def proven_in_c(found, left_out, ranks):
-    levels = SimpleNamespace(reached=0, lost=left_out)
-    return DescentInC(SimpleNamespace(beams=beams(found)), levels, ranks).proven
+    descent = object.__new__(DescentInC)
+    descent.last, descent.item_ranks = beams(found), ranks
+    descent.levels = SimpleNamespace(thresholds=left_out)
+    return descent.proven
 
 
 @pytest.mark.parametrize("proven", [proven_in_torch, proven_in_c])

@@ -80,7 +80,7 @@ def test_exhaustive_mode_equals_a_plain_loop(form):
     for history in ([], [3], list(range(20))):
         root = root_of(model, history)
         expected = plain_scores(model, root)
-        slate = engine.run(SlateQuery(root=root, trie=trie, k=200, beam_width=10, strategy="rpg"))
+        slate = engine.run(SlateQuery(prefix=root, trie=trie, k=200, beam_width=10, strategy="rpg"))
         np.testing.assert_allclose(slate.scores, -np.sort(-expected), atol=1e-5)
         np.testing.assert_allclose(expected[slate.rows], slate.scores, atol=1e-5)
         assert sorted(slate.rows.tolist()) == list(range(trie.num_items))
@@ -101,7 +101,7 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
         for used in (None, graph):
             requests.append(
                 SlateQuery(
-                    root=root,
+                    prefix=root,
                     trie=trie,
                     k=60,
                     beam_width=60,
@@ -123,7 +123,7 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
         np.testing.assert_array_equal(alone.rows, slate.rows)
         np.testing.assert_allclose(alone.scores, slate.scores, atol=1e-5)
         if request.graph is None or len(slate.rows) < 60:
-            expected = np.where(usable, plain_scores(model, request.root), -np.inf)
+            expected = np.where(usable, plain_scores(model, request.prefix), -np.inf)
             np.testing.assert_allclose(
                 slate.scores, -np.sort(-expected)[: len(slate.rows)], atol=1e-5
             )
@@ -136,7 +136,7 @@ def test_a_graph_with_every_edge_answers_as_exhaustive_mode():
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
         SlateQuery(
-            root=root_of(model, h),
+            prefix=root_of(model, h),
             trie=trie,
             k=10,
             beam_width=width,
@@ -171,7 +171,7 @@ def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
     slates = engine.run_many(
         [
             SlateQuery(
-                root=root_of(model, [1, 2]),
+                prefix=root_of(model, [1, 2]),
                 trie=trie,
                 k=10,
                 beam_width=10,
@@ -192,7 +192,7 @@ def test_a_catalogue_of_one_item():
     engine = build_engine(EngineModels(model), SMALL)
     for used in (None, graph):
         request = SlateQuery(
-            root=root_of(model, [0]), trie=trie, k=3, beam_width=3, strategy="rpg", graph=used
+            prefix=root_of(model, [0]), trie=trie, k=3, beam_width=3, strategy="rpg", graph=used
         )
         assert engine.run(request).rows.tolist() == [0]
         nothing = replace(request, excluded=np.array([0]))
@@ -204,7 +204,7 @@ def test_it_shares_a_batch_with_beam_search():
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
         SlateQuery(
-            root=root_of(model, [n, 2 * n]),
+            prefix=root_of(model, [n, 2 * n]),
             trie=trie,
             k=5,
             beam_width=10,
@@ -223,14 +223,14 @@ def test_it_shares_a_batch_with_beam_search():
 def test_a_model_of_level_heads_alone_offers_what_it_learned():
     model, trie, _ = make("items-cosine")
     engine = build_engine(EngineModels(model), SMALL)
-    assert engine.strategies == ("rpg",)
+    assert engine.selectable == ("rpg",)
     root = root_of(model, [4, 9])
     with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('rpg',\)"):
-        engine.run(SlateQuery(root=root, trie=trie, k=5, beam_width=5))
+        engine.run(SlateQuery(prefix=root, trie=trie, k=5, beam_width=5))
     rows = np.array([7, 0, 7, 79])
     requests = [LikelihoodQuery(root_of(model, h), trie, rows) for h in ([4, 9], [1])]
     for request, scores in zip(requests, engine.run_many(requests), strict=True):
-        expected = plain_scores(model, request.root)[rows]
+        expected = plain_scores(model, request.prefix)[rows]
         np.testing.assert_allclose(scores.values[:, 0], expected, atol=1e-5)
 
 

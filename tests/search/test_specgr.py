@@ -31,7 +31,7 @@ def world(request):
 def ask(world, seed, k=10, width=12, strategy="specgr", **fields):
     root = draw_root(world.model, 1 + seed % 9, seed)
     return SlateQuery(
-        root=root,
+        prefix=root,
         trie=world.trie,
         k=k,
         beam_width=width,
@@ -54,7 +54,7 @@ def drawn_fields(seed):
 
 def likelihoods(world, request):
     """[I] of every item, by the strategy of that name."""
-    every = LikelihoodQuery(request.root, world.trie, np.arange(ITEMS))
+    every = LikelihoodQuery(request.prefix, world.trie, np.arange(ITEMS))
     return world.engine.run(every).values[:, 0]
 
 
@@ -185,11 +185,11 @@ def test_every_valid_item_comes_where_k_is_larger(world):
 
 def test_no_index_fails_alone(world):
     bare = SlateQuery(
-        root=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="specgr"
+        prefix=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="specgr"
     )
     right = ask(world, 2, 5)
     for request in (bare, right):  # neither root is cached, so that they start together
-        world.engine.forget(PrefixKeys(request.root.keys))
+        world.engine.forget(PrefixKeys(request.prefix.keys))
     futures = [world.engine.submit(r) for r in (right, bare)]
     while world.engine.step():
         pass

@@ -27,7 +27,7 @@ SMALL = EngineConfig(kv_bytes=16 * 2**20)
 
 def cached(engine, request):
     """Returns what is cached with a request's root."""
-    return engine.schedulers["recommender"].kv.prefixes.match(PrefixKeys(request.root.keys))[2]
+    return engine.schedulers["recommender"].kv.prefixes.match(PrefixKeys(request.prefix.keys))[2]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
     rng = np.random.default_rng(0)
     requests = [
         SlateQuery(
-            root=draw_root(model, 1 + 2 * i, i),
+            prefix=draw_root(model, 1 + 2 * i, i),
             trie=trie,
             k=1 + i,
             beam_width=width,
@@ -70,7 +70,8 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
         head.calibration = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 90.0, 0.0, 1.0))})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     requests = [
-        SlateQuery(root=draw_root(model, 9, i), trie=trie, k=5, beam_width=5 + i) for i in range(4)
+        SlateQuery(prefix=draw_root(model, 9, i), trie=trie, k=5, beam_width=5 + i)
+        for i in range(4)
     ]
     plain = engine.run_many(requests)
     drafted = engine.run_many([replace(r, strategy="speculative") for r in requests])
@@ -83,7 +84,7 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
 
 def test_a_plan_is_chosen_by_its_nodes_and_rounds():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    request = SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=10, beam_width=50)
+    request = SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=10, beam_width=50)
     head = make_head(model, "from-target")
     policy = PlanPolicy("speculative", head)
 
@@ -109,7 +110,7 @@ def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):
     head.calibration = Calibration({(10, 10): (NOTHING,)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     request = SlateQuery(
-        root=draw_root(model, 9, 0), trie=trie, k=5, beam_width=10, strategy="speculative"
+        prefix=draw_root(model, 9, 0), trie=trie, k=5, beam_width=10, strategy="speculative"
     )
     first, second = engine.run(request), engine.run(request)
     assert not first.timing.drafted and second.timing.drafted and not drafts
@@ -133,7 +134,7 @@ def test_calibration_finds_what_the_head_is_worth():
     slates = Slates(model, trie, codes.numpy(), Heads(head))
     for plan in (plans[1], plans[-1]):
         drafted = speculative.SpeculativeStrategy(model, head, plan, caches=False)
-        slates.engine.offer("beam", drafted)
+        slates.engine.add_strategy("beam", drafted)
         answers = slates.answers(cases, np.arange(40), 10, SlateOptions(10))
         proved = np.mean([answer.rounds <= 1 for answer in answers])
         assert abs(proved - plan.proved) < 0.1
@@ -146,9 +147,9 @@ def test_a_wide_draft_needs_one_round():
     engine._strategies["speculative"].policy.only = DraftPlan(50.0, 0.0, 0.0, 1.0)
     root = draw_root(model, 9, 0)
     drafted = engine.run(
-        SlateQuery(root=root, trie=trie, k=10, beam_width=60, strategy="speculative")
+        SlateQuery(prefix=root, trie=trie, k=10, beam_width=60, strategy="speculative")
     )
-    plain = engine.run(SlateQuery(root=root, trie=trie, k=10, beam_width=60))
+    plain = engine.run(SlateQuery(prefix=root, trie=trie, k=10, beam_width=60))
     assert plain.rounds > 1 and drafted.rounds == 1
     assert drafted.rows.tolist() == plain.rows.tolist()
 
@@ -160,7 +161,7 @@ def drafts(monkeypatch):
     likely = speculative.draft_prefixes
 
     def noted(search, head):
-        asked.append([request.root.keys.tolist() for request in search.requests])
+        asked.append([request.prefix.keys.tolist() for request in search.requests])
         return likely(search, head)
 
     monkeypatch.setattr(speculative, "draft_prefixes", noted)
@@ -178,7 +179,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     strategy.policy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
     requests = [
         SlateQuery(
-            root=draw_root(model, 9, i), trie=trie, k=5, beam_width=10, strategy="speculative"
+            prefix=draw_root(model, 9, i), trie=trie, k=5, beam_width=10, strategy="speculative"
         )
         for i in range(3)
     ]
@@ -216,7 +217,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(way, kind, trims):
     allowed[::2] = False
     requests = [
         SlateQuery(
-            root=draw_root(model, 9, i),
+            prefix=draw_root(model, 9, i),
             trie=trie,
             k=3 + i,
             beam_width=8 + i,
@@ -248,7 +249,7 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     root = draw_root(model, 9, 0)
     asked = SlateQuery(
-        root=root, trie=trie, k=5, beam_width=10, strategy="speculative", excluded=np.array([3])
+        prefix=root, trie=trie, k=5, beam_width=10, strategy="speculative", excluded=np.array([3])
     )
     engine.run(asked)
     allowed = np.ones(trie.num_rows, dtype=bool)
@@ -300,7 +301,7 @@ def test_without_a_head_the_strategy_is_refused():
     with pytest.raises(ValueError, match="choose one of"):
         engine.submit(
             SlateQuery(
-                root=draw_root(model, 3, 0), trie=trie, k=3, beam_width=3, strategy="speculative"
+                prefix=draw_root(model, 3, 0), trie=trie, k=3, beam_width=3, strategy="speculative"
             )
         )
 
@@ -311,7 +312,7 @@ def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     asked = [
         SlateQuery(
-            root=draw_root(model, n, n), trie=trie, k=5, beam_width=9, strategy="speculative"
+            prefix=draw_root(model, n, n), trie=trie, k=5, beam_width=9, strategy="speculative"
         )
         for n in range(1, 9)
     ]

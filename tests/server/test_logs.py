@@ -17,7 +17,8 @@ from recserve.server.telemetry.logs import (
     TextFormatter,
     fields,
 )
-from tests.support.grids import chosen
+from recserve.service import Service
+from tests.support.live_server import live
 from tests.support.paths import ROOT
 from tests.support.redis_server import free_port
 from tests.support.tiny_bundle import shared_bundle
@@ -54,7 +55,29 @@ def test_repeated_warnings_are_dropped_and_counted():
     assert TextFormatter().format(after).endswith("status=503 dropped_before=95")
 
 
-@pytest.mark.parametrize("style", chosen(("json", "text"), "json"))
+def test_a_line_of_a_request_has_no_user_data(tmp_path, caplog):
+    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
+    with (
+        live(service, access_log=True) as client,
+        caplog.at_level(logging.INFO, "recserve"),
+    ):
+        headers = {"X-Request-Id": "req-1"}
+        body = {"user": {"id": "secret-user"}, "k": 3}
+        assert client.post("/v1/recommend", json=body, headers=headers).status_code == 200
+        assert client.get("/v1/users/secret-user/history?q=secret").status_code == 200
+        assert client.get("/secret-path").status_code == 404
+    lines = [JsonFormatter().format(r) for r in caplog.records if r.name.startswith("recserve")]
+    assert not any("secret" in line for line in lines)
+    found = [line for line in map(json.loads, lines) if line["logger"] == "recserve.access"]
+    routes = [(line["method"], line["route"], line["status"]) for line in found]
+    assert ("POST", "/v1/recommend", 200) in routes and ("GET", "other", 404) in routes
+    assert ("GET", "/v1/users/{user_id:path}/history", 200) in routes
+    (first,) = (line for line in found if line["request_id"] == "req-1")
+    assert first["strategy"] == "popular" and first["ms"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["json", "text"])
 def test_a_server_logs_requests_without_user_data(style, tmp_path):
     port = free_port()
     command = [

@@ -22,14 +22,14 @@ class Fault:
     """Makes all that one forward of a runner returns NaN: the next one, or one that comes later."""
 
     def __init__(self, monkeypatch, runner):
-        self.left, hidden = 0, runner.hidden
+        self.left, layers = 0, runner.layers
 
-        def broken(batch, inputs, rows=None, taps=None, gate=None):
-            states = hidden(batch, inputs, rows, taps, gate)
+        def broken(*inputs):
+            states = layers(*inputs)
             self.left -= 1
             return torch.full_like(states, float("nan")) if self.left == 0 else states
 
-        monkeypatch.setattr(runner, "hidden", broken)
+        monkeypatch.setattr(runner, "layers", broken)
 
     def strike(self, forward=1):
         self.left = forward

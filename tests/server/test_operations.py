@@ -113,7 +113,7 @@ IDS = st.one_of(
 ).filter(lambda text: text not in (".", ".."))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.sampled_from([row for row in OPERATIONS.values() if row.parameters]), IDS)
 def test_every_id_reaches_its_operation(row, text):
     """The client writes each slash of an id as %2F, and the server reads the same id."""

@@ -14,6 +14,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text, open_drafters
+from tests.support.grids import chosen
 from tests.support.live_server import live
 from tests.support.paths import reference
 from tests.support.tiny_bundle import shared_bundle
@@ -63,7 +64,7 @@ def test_the_known_text(client):
     assert "".join(p.choices[0].text for p in pieces) == KNOWN.removesuffix(" ball.")
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("temperature", chosen((0, 0.8), "0.8"))
 def test_the_same_text_whatever_drafts_it(client, temperature):
     """Eight at once, so that steps are shared; penalties and log-probabilities too."""
     settings = {"temperature": temperature, "seed": 11, "frequency_penalty": 0.2, "logprobs": 2}

@@ -72,8 +72,15 @@ def flip(content):
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
-@pytest.mark.parametrize("file", ["catalog.parquet", RANKER, "quantizer/config.json"])
-@pytest.mark.parametrize(("place", "name"), STAGES)
+@pytest.mark.parametrize(
+    "place, name, file",
+    [
+        (*stage, file)
+        for stage, file in zip(
+            STAGES, ("catalog.parquet", RANKER, "quantizer/config.json"), strict=True
+        )
+    ],
+)
 def test_a_file_that_is_written_during_the_load_is_refused(bundles, monkeypatch, place, name, file):
     """Even with the same bytes: what was loaded in between is not known."""
     path = bundles / "one" / file

@@ -61,7 +61,7 @@ def stored(service, item_id, names):
 def test_a_slate_shows_the_columns_of_each_item(service, user):
     """Items of the model and popular ones, of the bundle, new and changed."""
     draw = random.Random(1)
-    for strategy in service.engine.strategies:
+    for strategy in service.engine.selectable:
         names = draw.sample(KNOWN, draw.randint(1, len(KNOWN)))
         body = {"history": [NEW["item_id"]], "k": 100, "beam_width": 100, "strategy": strategy}
         body["exclude"] = {"seen": False}

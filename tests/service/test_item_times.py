@@ -55,7 +55,7 @@ def everywhere(service, item_id):
     everything = {"k": 700, "beam_width": 700, "exclude": {"seen": False}}
     history = base_of(service).items.ids[:3]
     found = {}
-    for strategy in (*service.engine.strategies, "popular", "latest"):
+    for strategy in (*service.engine.selectable, "popular", "latest"):
         body = {**everything, "history": history, "strategy": strategy}
         found[strategy] = item_id in ids(service.recommend(body))
         body["filter"] = {"in": ["item_id", [item_id]]}

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from recserve.config import ServerConfig
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
+from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
+from recserve.engine.capture import EagerRecorder
 from recserve.features.catalog.item_journal import ItemJournal, JournalError
 from recserve.features.catalog.versions import ChangeSet
 from recserve.schemas.events import EventInput, EventsRequest
@@ -283,10 +283,10 @@ def test_searches_are_recorded_for_the_base_that_is_served(service, monkeypatch)
     lane, strategy = engine.schedulers["recommender"], engine._strategies["beam"]
     shapes = tuple(SearchShape(1, 50, 64, weighed) for weighed in (True, False))
     graphs = BeamSearchGraphs(
-        lane.runner, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
+        lane.runner, lane.kv, strategy.model, None, SearchLimits(shapes, 64), EagerRecorder()
     )
     lane.searches = graphs
-    engine.record(first.trie)
+    engine.capture(first.trie)
 
     def recorded(base):
         until(lambda: graphs._trie.base is base)
@@ -364,6 +364,8 @@ while True:
         time.sleep(60)
     n += 1
     print(answer.catalog_version, flush=True)
+    if n > 12:  # the other process opens its service meanwhile
+        time.sleep(0.02)
 """
 
 

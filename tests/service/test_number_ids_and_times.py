@@ -102,7 +102,7 @@ IDS = st.one_of(
     st.integers(-(10**6), 10**6).map(str),
     st.sampled_from(["007", "7.0", "1e3", "true"]),
 )
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 REFUSED = (InvalidRequest, SchemaError, BadRowError)
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from recserve.engine.engine_config import EngineConfig
-from recserve.service import Service, ServiceOptions
+from recserve.service import Service, ServiceOptions, replacement
 from recserve.service.replacement import Predecessor
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.waiting import until
+
+
+@pytest.fixture(autouse=True)
+def collections(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts full garbage collections, which take seconds in a process with thousands of tests."""
+    collector = Mock()
+    monkeypatch.setattr(replacement, "gc", collector)
+    return collector.collect
 
 
 @pytest.fixture
@@ -47,3 +56,14 @@ def test_a_service_that_has_stopped_is_not_given_away(opened):
     held.keep(service)
     service.engine.close()
     assert held.take() is None and not service.alive
+
+
+def test_a_collection_frees_only_what_references_have_not_freed(opened, collections):
+    held = Predecessor()
+    held.keep(opened("free"))
+    held.drop()
+    assert collections.call_count == 0
+    service = opened("referenced")
+    held.keep(service)
+    held.drop()
+    assert collections.call_count == 1 and not service.alive

@@ -8,9 +8,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.engine.engine_config import EngineConfig
@@ -319,4 +321,9 @@ def test_the_estimate_counts_files_and_caches(bundles):
     bundle = Bundle.open(bundles.folder / "one")
     size = sum(path.stat().st_size for path in bundle.root.rglob("*") if path.is_file())
     size -= (bundle.root / "manifest.json").stat().st_size
-    assert needed_bytes(bundle, EngineConfig(kv_bytes=2**22)) == 2 * size + 2 * 2**22
+    cpu, cuda, config = torch.device("cpu"), torch.device("cuda"), EngineConfig(kv_bytes=2**22)
+    assert needed_bytes(bundle, config, cpu) == 2 * size + 2 * 2**22
+    graphs = config.search_limits.bytes + config.prefill_limits.bytes
+    assert needed_bytes(bundle, config, cuda) == 2 * size + 2 * 2**22 + graphs
+    for without in (replace(config, graphs=False), replace(config, invariant=True)):
+        assert needed_bytes(bundle, without, cuda) == 2 * size + 2 * 2**22

@@ -480,14 +480,14 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
     assert service.add_events(again).warmed == 2
     settled(service)
     timing, warm = ask(service)
-    assert timing.root_computed == 0 < timing.root_cached
+    assert timing.prefix_computed == 0 < timing.prefix_cached
     with Service.open(
         shared_bundle(), f"lmdb:{tmp_path}/cold", "cpu", ServiceOptions(journal=tmp_path / "items")
     ) as cold:
         for item in ids[:11]:
             cold.add_events(view("me", item))
         timing, expected = ask(cold)
-    assert timing.root_cached == 0 < timing.root_computed
+    assert timing.prefix_cached == 0 < timing.prefix_computed
     assert list(warm) == list(expected)
     assert warm == pytest.approx(expected, abs=1e-5)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from recserve.features.catalog.versions import difference
 from recserve.schemas.items import RollbackRequest
 from recserve.service import live_catalog as live_catalog_module
 from recserve.service import live_catalog as module
@@ -116,3 +117,33 @@ def test_a_version_of_long_ago_holds_no_record_that_was_replaced(service, monkey
     assert service.item("a").title == "title 19"
     put(service, {"item_id": "a", "title": "last"})
     assert service.item("a").title == "last"
+
+
+def contents(version):
+    """What a version changes of its bundle, by item."""
+    changed = difference(version)
+    records = {change.record.item_id: change.record for change in changed.changes}
+    return {**records, **dict.fromkeys(changed.hidden)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_recent_items_are_all_that_changed_since_they_were_cleared(service, seed):
+    """Puts, hides and rollbacks back and forth; a replacement carries these items over."""
+    drawn, catalog = np.random.default_rng(seed), service.catalog
+    since, names = contents(catalog.current.items), [catalog.current.items.name]
+    for number in range(30):
+        item_id = f"a{drawn.integers(4)}"
+        match drawn.choice(["put", "hide", "rollback", "rollback", "clear"]):
+            case "put":
+                put(service, {**item_like(service, item_id, 7), "title": f"title {number}"})
+            case "hide" if catalog.current.items.visible.get(item_id) >= 0:
+                service.hide_item(item_id)
+            case "rollback":
+                service.rollback_items(RollbackRequest(catalog_version=str(drawn.choice(names))))
+            case "clear":
+                catalog.recent.clear()
+                since = contents(catalog.current.items)
+        names.append(catalog.current.items.name)
+        now = contents(catalog.current.items)
+        differing = {item for item in {*since, *now} if since.get(item, 0) != now.get(item, 0)}
+        assert differing <= catalog.recent

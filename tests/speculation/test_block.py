@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.engine.text.limits import TextLimits
+from recserve.engine.text_scheduler import TextLimits
 from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import save_block
@@ -353,10 +353,11 @@ def test_a_cached_prefix_is_cached_for_the_drafter_too(model):
     for text in (longer + [3, 1], longer[:22], longer[:23] + [5, 5], prompt):
         before = len(notes)
         (answer,) = engine.run_many(queries([text], length=6))
-        assert answer.timing.root_cached >= 16
+        assert answer.timing.prefix_cached >= 16
         assert_as_transcribed(notes[before:], drafter, model, least=1)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_drafts_after_preemption(model):
     drafter = block(model, seed=7)

@@ -129,13 +129,13 @@ def chi_square(counts: Counter, law: dict, total: int) -> float:
 
 @torch.inference_mode()
 def test_two_siblings_follow_the_law_of_their_drawing():
-    """Chi-square, 3,000 seeds, vocabulary 5, alpha = 1e-4 each; the other drawing's law must fail.
+    """Chi-square, 1,000 seeds, vocabulary 5, alpha = 1e-4 each; the other drawing's law must fail.
 
     Independent siblings are a pair of draws; distinct ones a draw and another from what is left.
     Two models' siblings are independent of each other too.
     """
     small = tiny_model(2, vocabulary=5, sharp=1.0)
-    contexts = many(3000)
+    contexts = many(1000)
     q = small.logits(score(small, [1], with_node_0(2, NoDrafter().propose([0], [0])[0])))[0]
     q = q.softmax(0).tolist()
     pairs = list(product(range(5), repeat=2))

@@ -78,7 +78,7 @@ def test_a_cached_prefix_is_cached_for_the_drafter_too(model):
     for text in (longer + [3, 1], longer[:22], longer[:23] + [5, 5], prompt):
         before = len(notes)
         (answer,) = engine.run_many(queries([text], length=6))
-        assert answer.timing.root_cached >= 16
+        assert answer.timing.prefix_cached >= 16
         assert_as_transcribed(notes[before:], drafter, model, least=1)
 
 
@@ -90,7 +90,7 @@ def test_a_prefix_without_the_drafter_s_entries_is_not_shared(model):
     engine.run(TextQuery(prompt, SamplingParams(temperature=0.0, max_tokens=4)))
     notes = record_drafts(drafter)
     (answer,) = engine.run_many(queries([prompt.tolist()]))
-    assert answer.timing.root_cached == 0
+    assert answer.timing.prefix_cached == 0
     assert_as_transcribed(notes, drafter, model, least=2)
 
 

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
-from recserve.engine.text.text_step_graph import StepShape
+from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.text_step_graph import StepShape
 from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.native import native
 from recserve.kernels.tree import CANDIDATE, chain, from_parents
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.config import DecoderConfig
 from recserve.models.drafters.mask_tokens_files import save_mask_tokens
 from recserve.models.inputs import NodeInputs
@@ -164,7 +165,7 @@ def test_drafts_after_preemption_and_from_a_cached_prefix(kind, model):
     engine.run_many(queries(kind, texts))
     assert preempted
     (answer,) = engine.run_many(queries(kind, [texts[-1] + [3, 1]], length=6))
-    assert answer.timing.root_cached > 0
+    assert answer.timing.prefix_cached > 0
     filled = [note for note in notes if note[1] is not None]
     assert len(filled) >= 20
     for tokens, states, *_ in filled:
@@ -173,8 +174,7 @@ def test_drafts_after_preemption_and_from_a_cached_prefix(kind, model):
     assert_no_leak(engine)
 
 
-@pytest.mark.parametrize("name", SPREAD)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind,name", covering({kind.name: kind for kind in KINDS}, SPREAD))
 def test_texts_are_the_plain_ones(kind, name):
     """Eight texts, half of them with other parameters: launched steps and replayed ones."""
     model = shared_model()
@@ -212,25 +212,15 @@ def scored(model, tokens, parents, kinds, masks, root):
     pool = KVPool(adapter.kv_shape, 64, 1)
     runner, slots = Runner(adapter, pool), torch.arange(64)
     size, count = len(root), len(tokens)
-    before = BatchSlice(
-        tree=chain(root),
-        inputs=NodeInputs(root),
-        queries=None,
-        slots=slots[:size],
-        prefix_slots=(slots[:0],),
-    )
+    nothing, own = Prefixes.of([slots[:0]]), slots[size : size + count]
+    before = TreeBatch(chain(root), None, slots[:size], nothing, inputs=NodeInputs(root))
     runner.forward([before])
     tree = from_parents(tokens, parents)
     if kinds is not None:
         tree = copy.copy(tree)
         object.__setattr__(tree, "kinds", kinds)
-    piece = BatchSlice(
-        tree=tree,
-        inputs=NodeInputs(tokens),
-        queries=None,
-        slots=slots[size : size + count],
-        prefix_slots=(slots[:size],),
-    )
+    prefixes = Prefixes.of([slots[:size]])
+    piece = TreeBatch(tree, None, own, prefixes, inputs=NodeInputs(tokens))
     (hidden,) = runner.forward([piece], masks=masks)
     return hidden, pool.keys[:, size : size + count], pool.values[:, size : size + count]
 

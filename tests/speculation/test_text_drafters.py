@@ -19,7 +19,7 @@ from recserve.speculation.drafters.registry import (
 from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import chosen
+from tests.support.grids import chosen, sampled
 from tests.support.model_folders import drawn as save_drawn
 from tests.support.text_loop import VOCABULARY, generate, tiny_model
 
@@ -86,9 +86,13 @@ LENGTHS = {"right": (4.0, 6.0), "wrong": (0.0, 0.0), "beside": (3.0, 6.0)}
 
 
 @pytest.mark.parametrize(
-    "name", chosen(tuple(MAKERS), "lookahead-alone", "all", "right", "wrong", "late", "beside")
+    "temperature,name",
+    sampled(
+        (0.7, 0.0),
+        tuple(MAKERS),
+        default=("0.7-lookahead-alone", "0.7-all", "0.7-right", "0.7-wrong"),
+    ),
 )
-@pytest.mark.parametrize("temperature", chosen((0.0, 0.7), "0.7"))
 def test_the_text_is_the_plain_text(name, temperature):
     model = tiny_model()
     params = SamplingParams(temperature, top_p=0.95, seed=3, max_tokens=20)
@@ -104,16 +108,17 @@ def test_the_text_is_the_plain_text(name, temperature):
 
 
 @pytest.mark.parametrize(
-    "name",
-    chosen(
+    "rule,name",
+    sampled(
+        ("rejection", "block", "multi_step", "typical"),
         [name for name in MAKERS if name not in ("right", "wrong", "late", "beside")],
-        "suffix",
-        "specinfer",
+        default=(
+            "rejection-suffix",
+            "rejection-specinfer",
+            "multi_step-suffix",
+            "multi_step-specinfer",
+        ),
     ),
-)
-@pytest.mark.parametrize(
-    "rule",
-    chosen(("rejection", "block", "multi_step", "typical"), "rejection", "multi_step"),
 )
 def test_every_rule_gets_drafts_that_it_takes(name, rule):
     """multi_step judges drawn drafts only; all others take every drafter's."""
@@ -135,7 +140,9 @@ def test_every_rule_gets_drafts_that_it_takes(name, rule):
     assert [w.tokens for w in written] == [w.tokens for w in plain]
 
 
-@pytest.mark.parametrize("name", ["ngram", "suffix", "lookahead", "all"])
+@pytest.mark.parametrize(
+    "name", chosen(("ngram", "suffix", "lookahead", "all"), "suffix", "lookahead")
+)
 def test_repetitive_text_is_accepted_at_length(name):
     """A model that follows a cycle: nearly whole drafts are kept."""
     model = tiny_model()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
-from recserve.engine.text.trees import TreePacker
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.acceptance.noise import DRAFT, TARGET, gumbel_of_tokens, step_keys

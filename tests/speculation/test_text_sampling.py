@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text.trees import TreePacker
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.acceptance.acceptance import largest
 from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.loading import load_language_model
@@ -82,11 +82,13 @@ def drawn_case(seed: int, batch: int, device="cpu"):
 
 
 def target_of(contexts, drafts, tree, logits):
-    counts = []
-    for context in contexts:
-        own = TokenCounts(context.tokens[: context.num_prompt], VOCABULARY, logits.device)
-        own.add(context.tokens[context.num_prompt :])
-        counts.append(own if context.params.counts_tokens else None)
+    counts = None
+    if any(context.params.counts_tokens for context in contexts):
+        counts = TokenCounts(len(contexts) + 1, VOCABULARY, logits.device)
+    for row, context in enumerate(contexts, 1):
+        context.row = row
+        if context.params.counts_tokens:
+            counts.start(row, context)
     table = sampling_table([c.params for c in contexts], logits.device)
     depth = max(d.depth for d in drafts)
     return LogitsProcessor(logits, tree, depth, table, past_of(table, contexts, counts))
@@ -227,10 +229,10 @@ def test_penalties_and_words_equal_transformers():
     ):
         context = TextContext(0, tokens, 2, params, Speculation())
         tree = TreePacker("cpu")([9], [TableDrafter("none", {})._one(context, Budget(0, 0))])
-        counts = TokenCounts(tokens[:2], VOCABULARY, "cpu")
-        counts.add(tokens[2:])
+        counts = TokenCounts(1, VOCABULARY, "cpu")
+        counts.start(0, context)
         table = sampling_table([params])
-        target = LogitsProcessor(logits, tree, 0, table, past_of(table, [context], [counts]))
+        target = LogitsProcessor(logits, tree, 0, table, past_of(table, [context], counts))
         expected = theirs(torch.tensor([tokens]), logits.clone())
         torch.testing.assert_close(target(torch.tensor([0])), expected)
 

@@ -6,7 +6,7 @@ import torch
 
 from recserve.kernels.attention import triton_launch
 from recserve.kernels.tree import chain, from_parents, merge, root_branch
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 
 def draw_tree(kind: str, n: int, generator: torch.Generator):
@@ -48,7 +48,7 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
         per_node = torch.tensor(roots)[tree.tree_ids()]
         drawn = (torch.rand(tree.num_nodes, generator=g) * (per_node + 1)).long()
         tree = replace(tree, prefix_limits=drawn)
-    batch = TreeBatch(tree, queries, slots[sum(roots) :], tuple(prefix_slots))
+    batch = TreeBatch(tree, queries, slots[sum(roots) :], Prefixes.of(prefix_slots))
     keys = torch.randn(total + 7, kv_heads, dim, generator=g)
     values = torch.randn(total + 7, kv_heads, dim, generator=g)
     query = torch.randn(batch.num_queries, heads, dim, generator=g)
@@ -56,16 +56,17 @@ def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, 
 
 
 def as_table(batch: TreeBatch, width: int, hole: int) -> TreeBatch:
-    """Returns the batch with its prefixes in a page table.
+    """Returns the batch with fixed shapes and its prefixes in a wide table.
 
     Rows have another order, unread entries are `hole`, and one row belongs to no request.
     """
-    rows = list(reversed(range(len(batch.prefix_slots))))
+    rows = list(reversed(range(len(batch.prefixes))))
     slots = torch.full((len(rows) + 1, width), hole)
-    for row, own in zip(rows, batch.prefix_slots, strict=True):
+    for row, own in zip(rows, batch.prefixes, strict=True):
         slots[row, : own.shape[0]] = own
-    table = PrefixTable(slots, torch.tensor(rows), batch.root_lengths())
-    return TreeBatch(batch.tree, batch.queries, batch.slots, table)
+    starts = torch.tensor(rows) * width
+    table = Prefixes.on_device(slots, starts, batch.prefixes.lengths, width)
+    return TreeBatch(batch.tree, batch.queries, batch.slots, table, fixed_shapes=True)
 
 
 SHAPES = [
@@ -84,7 +85,7 @@ def placed(batch, keys, values, layout):
     """Returns the batch with its keys in a pool whose other slots hold large numbers."""
     starts, stop = [], 3
     offsets = batch.tree.offsets.tolist()
-    for b, root in enumerate(batch.prefix_slots):
+    for b, root in enumerate(batch.prefixes):
         n, r = offsets[b + 1] - offsets[b], root.shape[0]
         order = {
             "beside": [range(stop, stop + r), range(stop + r + 5, stop + r + 5 + n)],
@@ -100,10 +101,10 @@ def placed(batch, keys, values, layout):
         batch.tree,
         batch.queries,
         torch.cat([tree for _, tree in starts]),
-        tuple(root for root, _ in starts),
+        Prefixes.of([root for root, _ in starts]),
     )
-    old = torch.cat([*batch.prefix_slots, batch.slots])
-    new = torch.cat([*moved.prefix_slots, moved.slots])
+    old = torch.cat([*batch.prefixes, batch.slots])
+    new = torch.cat([*moved.prefixes, moved.slots])
     pools = [torch.full((stop, *pool.shape[1:]), 30.0, dtype=pool.dtype) for pool in (keys, values)]
     for pool, source in zip(pools, (keys, values), strict=True):
         pool[new] = source[old]

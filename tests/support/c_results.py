@@ -26,16 +26,14 @@ from recserve.kernels.linear.int8 import Int8Weight
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, from_parents, merge
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.native import (
-    ALIVE,
-    ANY,
-    FORKED,
-    OPEN,
-    Cell,
+    BeamKind,
     LevelCodes,
     NativeDescent,
+    RecurrentCell,
+    StateKind,
     lay_out,
     leaf_bits,
     passed_prefixes,
@@ -124,7 +122,7 @@ def _trees(heads: int, kv_heads: int, dim: int) -> tuple[TreeBatch, Tensor, Tens
         path.append(i)
     tree = merge([from_parents(torch.arange(60), torch.tensor(parents)), chain(torch.arange(9))])
     slots = torch.from_numpy(draw.random.permutation(280))
-    batch = TreeBatch(tree, None, slots[200:269], (slots[:200], slots[:0]))
+    batch = TreeBatch(tree, None, slots[200:269], Prefixes.of([slots[:200], slots[:0]]))
     keys, values = draw(280, kv_heads, dim), draw(280, kv_heads, dim)
     return batch, draw(69, heads, dim, scale=4), keys, values
 
@@ -191,7 +189,7 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
     books = [draw(codes, size, dtype=dtype) for codes in sizes]
     inputs = [draw(codes, size, dtype=dtype) for codes in sizes[:-1]]
     weights = [draw(size, size, dtype=dtype, scale=0.3) for _ in sizes[:-1]]
-    cells = [Cell(Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
+    cells = [RecurrentCell(Panels.of(w, None), x) for w, x in zip(weights, inputs, strict=True)]
     last, contexts = draw(2, size, dtype=dtype), draw(2, 3, size, dtype=dtype)
     keys = torch.arange(1, trie.num_nodes)
     keys = torch.cat([keys, keys + trie.num_nodes])
@@ -200,7 +198,7 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
         draw.random.integers(0, 256, len(ids) // 8 + 1).astype(np.uint8), base.leaf_rows
     )
     rest = LeafFilter((torch.arange(0, 300, 7),), bits, torch.arange(3, 90, 5))
-    limits = {"widths": [width, width - 5], "bounds": [-1, 3], "filters": [None, rest]}
+    limits = {"widths": [width, width - 5], "threshold_ranks": [-1, 3], "filters": [None, rest]}
     begun = torch.zeros(2, 1), torch.empty(2, 1, 0, dtype=torch.int64)
     levels = [LevelCodes.of(book) for book in books]
     outs = {"bits": bits.words, "counts": bits.counts}
@@ -213,7 +211,9 @@ def _searches(dtype: torch.dtype) -> dict[str, Tensor]:
             used = found.used[level]
             outs[f"{name} scores {level}"] = found.log_probs[level, :, :used]
             outs[f"{name} paths {level}"] = found.paths[level, :, :used, :level]
-        outs[f"{name} passed"] = passed_prefixes(found, 1, trie.num_nodes, ANY, [-9.0, -5.0])
+        outs[f"{name} passed"] = passed_prefixes(
+            found, 1, trie.num_nodes, StateKind.ANY, [-9.0, -5.0]
+        )
     return outs
 
 
@@ -226,7 +226,7 @@ def _tries() -> dict[str, Tensor]:
     paths = paths.view(2, 15, 3)
     outs = {}
     scored = torch.arange(3, 40, 2)
-    for which in (ALIVE, FORKED, OPEN):
+    for which in (BeamKind.ALIVE, BeamKind.FORKED, BeamKind.OPEN):
         wanted = wanted_prefixes(trie, draw(2, 15), paths[:, :, :2], which, scored, [4, 9])
         outs[f"wanted {which}"] = wanted
         laid = lay_out(trie, wanted, 2, torch.tensor([1, 6, 12]), scored, scored.flip(0))

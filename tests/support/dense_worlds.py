@@ -41,7 +41,7 @@ class World:
         """Returns a `dense` request with a random history."""
         root = draw_root(self.model, 1 + seed % 9, seed)
         return SlateQuery(
-            root=root,
+            prefix=root,
             trie=self.trie,
             k=k,
             beam_width=k,

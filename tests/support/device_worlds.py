@@ -137,7 +137,7 @@ class Recommending:
             return [LikelihoodQuery(root, trie, rows[b:]) for b, root in enumerate(roots)]
         requests = [
             SlateQuery(
-                root=root, trie=trie, k=5, beam_width=8, strategy=strategy,
+                prefix=root, trie=trie, k=5, beam_width=8, strategy=strategy,
                 index=self.index if strategy == "dense" else None,
                 graph=self.graph if strategy == "rpg" and how != "filters" else None,
             )

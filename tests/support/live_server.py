@@ -20,11 +20,11 @@ from recserve.server import lifecycle
 from recserve.server.app import create_app
 from recserve.server.transport.connection import connection_class
 from recserve.server.transport.connection_limits import ConnectionLimits
-from recserve.service import Service
+from recserve.service import Service, replacement
 from recserve.service.errors import UnknownModel
 
-# A full garbage collection takes long in a process with thousands of tests: none at the start, and
-# what tests/conftest.py froze stays frozen.
+# A full garbage collection takes seconds in a process with thousands of tests: none at the start or
+# when a replaced service closes, and what tests/conftest.py froze stays frozen.
 COLLECTOR = SimpleNamespace(
     collect=lambda: 0,
     freeze=lambda: None,
@@ -67,7 +67,10 @@ def run_server(config: ServerConfig, service: Service | None = None) -> Iterator
         uvicorn.Config(app, http=http, port=0, log_level="warning", ws="none", server_header=False)
     )
     thread = threading.Thread(target=server.run, daemon=True)
-    with mock.patch.object(lifecycle, "gc", COLLECTOR):
+    with (
+        mock.patch.object(lifecycle, "gc", COLLECTOR),
+        mock.patch.object(replacement, "gc", COLLECTOR),
+    ):
         thread.start()
         while not server.started:
             time.sleep(0.01)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
+from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from tests.support import recorder
 from tests.support.recorded_steps import POISON
 
@@ -17,13 +17,14 @@ SHAPES = tuple(
 def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):
     """Captures searches of the world's engine, over a pool filled with poison values."""
     engine = world.engine
-    runner, head = engine.schedulers["recommender"].runner, engine._strategies["nezha"].head
+    scheduler, head = engine.schedulers["recommender"], engine._strategies["nezha"].head
+    runner, capturing = scheduler.runner, recorder.CpuRecorder(record)
     bounds = SearchLimits(shapes, **{"capacity": 40, "seconds": float("inf"), **limits})
-    graphs = BeamSearchGraphs(runner, world.model, head, bounds, recorder.CpuRecorder(record))
+    graphs = BeamSearchGraphs(runner, scheduler.kv, world.model, head, bounds, capturing)
     runner.pool.keys.fill_(POISON)
     runner.pool.values.fill_(POISON)
-    engine.schedulers["recommender"].searches = graphs
-    engine.record(trie)
+    scheduler.searches = graphs
+    engine.capture(trie)
     return graphs
 
 

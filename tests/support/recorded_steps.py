@@ -2,8 +2,8 @@
 
 import torch
 
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from tests.support import recorder
 from tests.support.text_engines import engine_for
 
@@ -33,9 +33,9 @@ def with_graphs(model, counted, shapes=SHAPES, pages=200, drafters=None, **limit
     engine = engine_for(model, pages, drafters)
     lane = engine.schedulers["text"]
     with torch.inference_mode():
-        bounds = GraphLimits(shapes, **{"seconds": float("inf"), **limits})
-        graphs = TextStepGraphs(lane.runner, model, 64, bounds, counted, drafters=drafters)
+        bounds = TextStepLimits(shapes, **{"seconds": float("inf"), **limits})
+        graphs = TextStepGraphs(lane.runner, lane.kv, model, bounds, counted, drafters)
         lane.runner.pool.keys.fill_(POISON)
         lane.runner.pool.values.fill_(POISON)
-    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs)
+    engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs, kv=lane.kv)
     return engine

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
+from recserve.engine.capture import EagerRecorder
 from recserve.kernels import backend
 
 ASKS = (

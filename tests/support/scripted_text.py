@@ -149,7 +149,7 @@ class ScriptedEngine:
                     "stop" if stopped else reason,
                     END if ends and not stopped else None,
                     counts=counts,
-                    timing=Timing(root_cached=len(request.prompt) // 2),
+                    timing=Timing(prefix_cached=len(request.prompt) // 2),
                 )
 
 

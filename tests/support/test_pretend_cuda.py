@@ -37,12 +37,12 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_tensors_live_on_it(device, make):
-    made = make()
-    assert isinstance(made, PretendTensor) and made.is_cuda
-    assert made.device == torch.device("cuda", 0)
-    assert made.to("cuda") is made and made.cpu().device.type == "cpu"
+def test_tensors_live_on_it(device):
+    for name, make in MAKERS.items():
+        made = make()
+        assert isinstance(made, PretendTensor) and made.is_cuda, name
+        assert made.device == torch.device("cuda", 0), name
+        assert made.to("cuda") is made and made.cpu().device.type == "cpu", name
 
 
 def test_it_computes_and_views_share_memory(device):
@@ -66,10 +66,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("mix", REFUSED.values(), ids=REFUSED)
-def test_mixing_is_refused(device, mix):
-    with pytest.raises(RuntimeError, match="same device|searchsorted"):
-        mix(numbers())
+def test_mixing_is_refused(device):
+    for name, mix in REFUSED.items():
+        try:
+            mix(numbers())
+        except RuntimeError as error:
+            assert "same device" in str(error) or "searchsorted" in str(error), name
+        else:
+            pytest.fail(f"{name} was not refused")
 
 
 def test_numpy_is_refused(device):
@@ -117,10 +121,14 @@ SYNCS = {
 }
 
 
-@pytest.mark.parametrize("expected,work", SYNCS.values(), ids=SYNCS)
-def test_what_waits_is_recorded(device, expected, work):
-    work(numbers())
-    assert kinds(device) == expected
+def test_what_waits_is_recorded(device):
+    found = {}
+    for name, (_, work) in SYNCS.items():
+        x = numbers()
+        device.syncs.clear()
+        work(x)
+        found[name] = kinds(device)
+    assert found == {name: expected for name, (expected, _) in SYNCS.items()}
 
 
 def test_the_line_is_named(device):

@@ -83,13 +83,14 @@ def prompts(count: int, seed: int = 0, low: int = 1, high: int = 20) -> list[np.
 
 
 def assert_no_leak(engine: Engine) -> None:
-    """Asserts that every page is free or held only by the prefix cache."""
+    """Asserts that every row is free, and every page free or held only by the prefix cache."""
     lane = engine.schedulers["text"]
     assert lane.num_running == 0
     allocator = lane.kv.allocator
     assert allocator.num_free + allocator.num_idle == allocator.num_pages
     assert lane.kv.prefixes.evict(allocator.num_pages)
     assert allocator.num_free == allocator.num_pages
+    assert sorted(lane.kv._free_rows) == list(range(1, len(lane.kv.slots)))
 
 
 def medusa(model) -> MedusaDrafter:

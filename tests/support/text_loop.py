@@ -131,7 +131,7 @@ def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str
         ScoredTrees(
             tree,
             draft.depth,
-            LogitsProcessor(logits, tree, draft.depth, table, past_of(table, [context], [None])),
+            LogitsProcessor(logits, tree, draft.depth, table, past_of(table, [context], None)),
             table.seeds,
             torch.tensor([len(context.tokens)]),
             logits.shape[1],

@@ -92,7 +92,7 @@ def machine() -> type[RuleBasedStateMachine]:
         @rule(events=st.integers(1, 7), k=st.integers(1, 5), expired=st.booleans())
         def slate(self, events: int, k: int, expired: bool) -> None:
             root = draw_root(recommender, events, events)
-            self._submit(SlateQuery(root=root, trie=trie, k=k, beam_width=k), 0, expired)
+            self._submit(SlateQuery(prefix=root, trie=trie, k=k, beam_width=k), 0, expired)
 
         @rule(
             size=st.integers(1, 20),

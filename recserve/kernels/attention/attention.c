@@ -1,4 +1,4 @@
-/* Tree attention over root and tree as one list of keys, block by block.
+/* Tree attention over prefix and tree as one list of keys, block by block.
  *
  * Per tree and KV head: R rows (nodes times query heads of the group), m keys, D dimensions. A
  * block of keys is read once for all rows. It is transposed, so that a vector holds the keys of
@@ -11,8 +11,8 @@
 #define BLOCK (2 * LANES) /* keys whose scores are computed at a time */
 #define MOST_ROWS 128
 
-/* A block of a tree's keys. Node i sees key j if index[j] <= i < end[j]. In a block of the root of
- * a tree with limits, index[j] is the key's place in the root, and i the row's last place there.
+/* A block of a tree's keys. Node i sees key j if index[j] <= i < end[j]. In a block of the prefix of
+ * a tree with limits, index[j] is the key's place in the prefix, and i the row's last place there.
  * With TILE rows or more, the block also has float32 copies: columns [dim][BLOCK] of the keys and
  * rows [BLOCK][dim] of the values. */
 typedef struct {
@@ -24,17 +24,17 @@ typedef struct {
     float *columns, *rows;
 } Block;
 
-/* Selects the keys start, start + 1, ... before `stop` of root and tree, with their visibility.
- * least: root tokens that every row sees. */
+/* Selects the keys start, start + 1, ... before `stop` of prefix and tree, with their visibility.
+ * least: prefix tokens that every row sees. */
 INLINE void find(const Tree *tree, int64_t start, int64_t stop, int64_t least, int64_t head,
                  int64_t kv_heads, int64_t dim, Block *block) {
     int64_t left = stop - start;
     block->count = left < BLOCK ? left : BLOCK;
     block->seen = start + BLOCK <= least;
-    block->limited = tree->limits && start < tree->root_length;
+    block->limited = tree->limits && start < tree->prefix_length;
     for (int64_t j = 0; j < BLOCK; j++) {
-        int64_t place = start + (j < block->count ? j : 0), node = place - tree->root_length;
-        int64_t slot = node < 0 ? tree->root[place] : tree->slots[node];
+        int64_t place = start + (j < block->count ? j : 0), node = place - tree->prefix_length;
+        int64_t slot = node < 0 ? tree->prefix[place] : tree->slots[node];
         block->places[j] = (slot * kv_heads + head) * dim;
         int64_t index = node >= 0 ? tree->first + node : block->limited ? place : 0;
         block->index[j] = j < block->count ? index : INT32_MAX;
@@ -104,7 +104,7 @@ typedef struct {
     float *query, *mixed; /* [dim] */
     float top;            /* largest score so far */
     floats weight;        /* sums of e^(score - top) per lane */
-    int64_t node, last;   /* last: the last root place that it sees, with limits */
+    int64_t node, last;   /* last: the last prefix place that it sees, with limits */
 } Row;
 
 enum { TILE = 4, PAIR = 2, PARTS = BLOCK / LANES, WIDE = REGISTERS / 8 };
@@ -296,7 +296,7 @@ typedef struct {
     Block block;
 } Call;
 
-/* Attends from all rows to the keys start .. stop of root and tree, which are the same list for
+/* Attends from all rows to the keys start .. stop of prefix and tree, which are the same list for
  * every row that sees one of them. */
 INLINE void attend_to_all(Call *call, int64_t start, int64_t stop, int64_t least) {
     const Tree *tree = call->tree;
@@ -304,7 +304,7 @@ INLINE void attend_to_all(Call *call, int64_t start, int64_t stop, int64_t least
     int64_t head = call->head, kv_heads = call->kv_heads, dim = call->dim;
     for (int64_t first = 0; start < stop; start += BLOCK) {
         find(tree, start, stop, least, head, kv_heads, dim, block);
-        if (start >= tree->root_length)
+        if (start >= tree->prefix_length)
             while (call->rows[first].node < block->index[0]) first++; /* these see none of it */
         int64_t count = call->num_rows - first;
         if (call->num_rows < TILE) {
@@ -312,25 +312,25 @@ INLINE void attend_to_all(Call *call, int64_t start, int64_t stop, int64_t least
             continue;
         }
         gather(call->type, dim, block);
-        for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->root_length; j++)
-            prefetch_slot(call->type, block, tree->root[j], head, kv_heads, dim);
+        for (int64_t j = start + BLOCK; j < start + 2 * BLOCK && j < tree->prefix_length; j++)
+            prefetch_slot(call->type, block, tree->prefix[j], head, kv_heads, dim);
         attend_gathered(count, call->rows + first, block, dim);
     }
 }
 
-/* Attends from each row to the root's places from `shared` on, and to its own path. */
+/* Attends from each row to the prefix's places from `shared` on, and to its own path. */
 INLINE void attend_to_paths(Call *call, int64_t shared, const int32_t *parents,
                             const int32_t *depths) {
     const Tree *tree = call->tree;
-    int64_t tail = tree->root_length - shared, group = call->group;
+    int64_t tail = tree->prefix_length - shared, group = call->group;
     for (int64_t r = 0; r < call->num_rows; r += group) {
         int64_t node = call->rows[r].node - tree->first, soon = r + 3 * group;
         int64_t size = tail + (node < 0 ? 0 : depths[node] + 1), slots[size + 1];
         if (soon < call->num_rows && call->rows[soon].node >= tree->first)
             prefetch_slot(call->type, &call->block, tree->slots[call->rows[soon].node - tree->first],
                     call->head, call->kv_heads, call->dim);
-        if (tail)  // the root may be null where it is empty, and memcpy is undefined then
-            memcpy(slots, tree->root + shared, tail * sizeof *slots);
+        if (tail)  // the prefix may be null where it is empty, and memcpy is undefined then
+            memcpy(slots, tree->prefix + shared, tail * sizeof *slots);
         for (int64_t at = node; at >= 0; at = parents[at])
             slots[tail + depths[at]] = tree->slots[at];
         for (int64_t start = 0; start < size; start += BLOCK) {
@@ -341,17 +341,17 @@ INLINE void attend_to_paths(Call *call, int64_t shared, const int32_t *parents,
 }
 
 /* Attends from rows from, from + 1, ... of one tree and one KV head: at most MOST_ROWS rows, with
- * every query head of the group. A row sees one list of keys, the root and its own path, in blocks
+ * every query head of the group. A row sees one list of keys, the prefix and its own path, in blocks
  * that begin at multiples of BLOCK. So positions of nodes in a tree, and other nodes in it, change
- * no bit. All rows share the whole blocks of the root, and the blocks of a chain, whose nodes are
+ * no bit. All rows share the whole blocks of the prefix, and the blocks of a chain, whose nodes are
  * consecutive. With limits or SiLU the path is a list of its own, so that all rows share all blocks
- * of the root. */
+ * of the prefix. */
 INLINE void attend(int type, const char *query, const char *keys, const char *values, char *out,
                    const Tree *tree, int64_t from, int64_t head, int64_t heads, int64_t kv_heads,
                    int64_t dim, float scale, float normalizer) {
     int64_t group = heads / kv_heads, count = rows_at_once(group);
     if (from + count > tree->count) count = tree->count - from;
-    int64_t num_rows = count * group, least = tree->root_length;
+    int64_t num_rows = count * group, least = tree->prefix_length;
     float queries[num_rows * dim], mixed[num_rows * dim], columns[dim * BLOCK], rows[BLOCK * dim];
     Row states[num_rows];
     Call call = {type, tree, head, kv_heads, dim, group, num_rows, states,
@@ -361,7 +361,7 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
         int64_t n = from + r / group, at = row_at(tree, n, head, group, heads, dim) + r % group * dim;
         int64_t node = tree->queries ? tree->queries[n] : tree->first + n;
         int64_t limit = tree->limits ? tree->limits[node] : INT64_MAX;
-        if (limit > tree->root_length) limit = tree->root_length;
+        if (limit > tree->prefix_length) limit = tree->prefix_length;
         if (limit < least) least = limit;
         states[r] = (Row){queries + r * dim, mixed + r * dim, -INFINITY, {}, node, limit - 1};
         for (int64_t d = 0; d < dim; d += LANES) {
@@ -371,17 +371,17 @@ INLINE void attend(int type, const char *query, const char *keys, const char *va
     }
     memset(columns, 0, sizeof columns);
     int64_t wanted = states[num_rows - 1].node - tree->first + 1;
-    if (wanted < 0) wanted = 0; /* all rows are nodes that belong to the root */
+    if (wanted < 0) wanted = 0; /* all rows are nodes that belong to the prefix */
     int32_t parents[wanted + 1], depths[wanted + 1];
     find_parents(tree, wanted, parents, depths);
     int is_chain = !wanted || depths[wanted - 1] == wanted - 1, apart = normalizer || tree->limits;
-    int64_t root = tree->root_length, total = root + wanted;
-    int64_t shared = apart ? root : is_chain ? total : root / BLOCK * BLOCK;
+    int64_t prefix = tree->prefix_length, total = prefix + wanted;
+    int64_t shared = apart ? prefix : is_chain ? total : prefix / BLOCK * BLOCK;
     attend_to_all(&call, 0, shared, least);
     if (!is_chain)
         attend_to_paths(&call, shared, parents, depths);
     else if (apart)
-        attend_to_all(&call, root, total, least);
+        attend_to_all(&call, prefix, total, least);
     for (int64_t r = 0; r < num_rows; r++) {
         int64_t at = row_at(tree, from + r / group, head, group, heads, dim) + r % group * dim;
         float weight = normalizer ? normalizer : sum(states[r].weight);

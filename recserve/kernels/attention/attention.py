@@ -1,4 +1,8 @@
-"""The operator of tree attention, which is prepared once for a forward pass."""
+"""The operator of tree attention, which is prepared once for a forward pass.
+
+Triton reads any pool on a device. On a CPU, C attends where it supports the heads and the trees,
+and torch elsewhere; both read a decoded copy of an FP8 pool. In a captured step, shapes are fixed.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,26 @@ from torch import Tensor
 
 from recserve.kernels.attention import reference
 from recserve.kernels.attention.cpu import CpuTreeAttention
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.fp8 import DecodedAttention
+from recserve.kernels.attention.native import NativeTreeAttention, supports, supports_heads
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.backend import Operator
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
-LayerAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-BatchAttention = Callable[[TreeBatch, Activation], LayerAttention]
+LayerAttention = Callable[..., Tensor]
+BatchAttention = Callable[[TreeBatch, HeadLayout, Activation], LayerAttention]
 
 
-def _in_torch(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
+def _in_torch(
+    batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
+) -> LayerAttention:
     """Prepares the attention of one batch; the result is called once per layer.
 
     Training uses `reference.tree_attention`, which has gradients.
 
     Args:
         batch: Trees of one forward pass.
+        heads: Heads of queries and keys.
         activation: Softmax, or SiLU with a constant normaliser.
 
     Returns:
@@ -30,27 +39,28 @@ def _in_torch(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttent
         [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
         pool, with the computed nodes already written.
     """
-    if isinstance(batch.prefix_slots, PrefixTable):
+    if batch.fixed_shapes:
         return lambda query, key, value, keys, values: reference.padded_tree_attention(
             query, keys, values, batch
         )
+    if heads.fp8:
+        return DecodedAttention(batch, heads, activation, tree_attention)
     if not batch.slots.is_cuda:
-        return CpuTreeAttention(batch, activation)
+        return CpuTreeAttention(batch, heads, activation)
     return lambda query, key, value, keys, values: reference.tree_attention(
         query, keys, values, batch, activation
     )
 
 
-def _in_c(batch: TreeBatch, activation: Activation = SOFTMAX) -> LayerAttention:
-    """As `_in_torch`, in C where it supports the heads and the trees."""
-    return CpuTreeAttention(batch, activation, native=True)
+def _in_c(batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX) -> LayerAttention:
+    return NativeTreeAttention(batch, activation)
 
 
-def _c_supports(batch: TreeBatch, activation: Activation = SOFTMAX) -> bool:
-    return isinstance(batch.prefix_slots, tuple)
+def _c_supports(batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX) -> bool:
+    return supports_heads(heads) and supports(batch)
 
 
-def _reads(batch: TreeBatch, activation: Activation = SOFTMAX) -> Tensor:
+def _reads(batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX) -> Tensor:
     return batch.slots
 
 

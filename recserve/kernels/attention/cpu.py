@@ -1,7 +1,7 @@
-"""Tree attention on a CPU: in C where it supports the heads, the type and the trees, else in torch.
+"""Tree attention in torch on a CPU.
 
-torch attends in blocks of rows. The rows of a block see the root, the nodes of the block, and the
-ancestors of its first node, because nodes are in preorder. So a block of n rows under R root tokens
+It attends in blocks of rows. The rows of a block see the prefix, the nodes of the block, and the
+ancestors of its first node, because nodes are in preorder. So a block of n rows under R tokens
 costs n x (R + n + depth) scores, and a mask of the whole tree never exists. Each block copies its
 keys and values once per layer.
 """
@@ -14,35 +14,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.attention.native import HeadLayout, NativeTreeAttention, supports
-from recserve.kernels.attention.reference import SOFTMAX, Activation
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
+from recserve.kernels.tree_batch import TreeBatch
 
 ROWS = 128
 
 
 class CpuTreeAttention:
-    """Attention of one batch, prepared at the first layer and called once per layer."""
+    """Attention of one batch, prepared once and called once per layer."""
 
     def __init__(
-        self, batch: TreeBatch, activation: Activation = SOFTMAX, native: bool = False
+        self, batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
     ) -> None:
-        """Stores what to attend to.
+        """Plans the blocks.
 
         Args:
-            batch: Trees of one forward pass; root slots as a tuple.
+            batch: Trees of one forward pass.
+            heads: Heads of queries and keys.
             activation: Softmax, or SiLU with a constant normaliser.
-            native: Whether to attend in C where C supports it.
         """
-        self.batch, self.activation, self.native = batch, activation, native
-        self._blocks: list[_Block] = []
-        self._in_c: NativeTreeAttention | None = None
-        self._heads: HeadLayout | None = None
+        self.heads, self.activation = heads, activation
+        self._blocks = _blocks(batch, activation, heads)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Attends to one layer of the pool. Sizes and type must be the same in every call.
+        """Attends to one layer of the pool.
 
         The computed nodes are already in the pool and are read from there, not from key and value.
 
@@ -56,31 +53,17 @@ class CpuTreeAttention:
         Returns:
             [Tq, H, D].
         """
-        kv_heads, dim = keys.shape[1:]
-        heads = HeadLayout(kv_heads, query.shape[1] // kv_heads, dim, query.dtype)
-        native = self.native_attention(heads)
-        if native is not None:
-            return native(query, key, value, keys, values)
-        if not self._blocks:
-            self._blocks = _blocks(self.batch, self.activation, heads)
+        heads = self.heads
         attend = _softmax if self.activation.normalizer is None else self._silu
         out = torch.empty_like(query)
         for block in self._blocks:
-            rows = torch.unflatten(query[block.rows], 1, (kv_heads, -1))
+            rows = torch.unflatten(query[block.rows], 1, (heads.kv_heads, -1))
             rows = rows.transpose(0, 1).flatten(1, 2)
             key, value = (x.index_select(0, block.slots).transpose(0, 1) for x in (keys, values))
             mixed = attend(rows, key, value, block.mask)
             mixed = torch.unflatten(mixed, 1, (-1, heads.group))
             out[block.rows] = mixed.transpose(0, 1).flatten(1, 2)
         return out
-
-    def native_attention(self, heads: HeadLayout) -> NativeTreeAttention | None:
-        """Returns the same attention in C, or None where torch attends to this batch."""
-        if self._heads != heads:
-            in_c = self.native and heads.in_c() and supports(self.batch)
-            self._in_c = NativeTreeAttention(self.batch, self.activation) if in_c else None
-            self._heads = heads
-        return self._in_c
 
     def _silu(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         assert self.activation.normalizer is not None
@@ -109,7 +92,7 @@ class _Block:
 
     Attributes:
         rows: The rows among the computed nodes, n of them.
-        slots: [m] slots of root and nodes.
+        slots: [m] slots of prefix and nodes.
         mask: [n * G, m]. 0 or -inf for softmax, 0 or 1 for SiLU. None if all rows see all keys.
     """
 
@@ -119,14 +102,13 @@ class _Block:
 
 
 def _blocks(batch: TreeBatch, activation: Activation, heads: HeadLayout) -> list[_Block]:
-    tree, roots = batch.tree, batch.prefix_slots
-    assert not isinstance(roots, PrefixTable)
+    tree, prefixes = batch.tree, batch.prefixes
     queries = torch.arange(tree.num_nodes) if batch.queries is None else batch.queries
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     offsets = tree.offsets.tolist()
-    shared = [0] * len(roots) if tree.shared is None else tree.shared.tolist()
+    shared = [0] * len(prefixes) if tree.shared is None else tree.shared.tolist()
     blocks = []
-    for b, root in enumerate(roots):
+    for b, prefix in enumerate(prefixes):
         for begin in range(bounds[b], bounds[b + 1], ROWS):
             rows = slice(begin, min(begin + ROWS, bounds[b + 1]))
             nodes = queries[rows]
@@ -135,11 +117,11 @@ def _blocks(batch: TreeBatch, activation: Activation, heads: HeadLayout) -> list
             columns = columns[(tree.ends[columns] > nodes[0]) | (columns < for_all)]
             row = nodes[:, None]
             seen = ((columns <= row) & (row < tree.ends[columns])) | (columns < for_all)
-            before = torch.ones(nodes.shape[0], root.shape[0], dtype=torch.bool)
+            before = torch.ones(nodes.shape[0], prefix.shape[0], dtype=torch.bool)
             if tree.prefix_limits is not None:
-                before = torch.arange(root.shape[0]) < tree.prefix_limits[row]
+                before = torch.arange(prefix.shape[0]) < tree.prefix_limits[row]
             seen = torch.cat([before, seen], dim=1)
-            slots = torch.cat([root, batch.slots[columns]])
+            slots = torch.cat([prefix, batch.slots[columns]])
             blocks.append(_Block(rows, slots, _mask(seen, activation, heads)))
     return blocks
 

@@ -10,21 +10,24 @@ for double precision to hold all partial sums. Exact additions do not depend on 
   outputs sum of w v      44 bits + log2 keys <= 53; past 512 keys in two halves of 33 bits
   normaliser sum of w     multiples of 2^-30: 30 bits + log2 keys <= 53
 
-So other rows, siblings, page addresses, cached or new roots, chunks and threads change no bit. The
-grids are as fine as float32. The remaining operations (exp, products, a division) are elementwise.
+So other rows, siblings, page addresses, cached or new prefixes, chunks and threads change no bit.
+The grids are as fine as float32. The remaining operations (exp, products, a division) are
+elementwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.fp8 import DecodedAttention
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers.reference import HeadNorms, rotate
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
 BITS = 22
 HALF = 2.0**11
@@ -202,6 +205,15 @@ class ExactTreeAttention:
         return weights, (weights * grid).round_().sum(-1, keepdim=True) / grid
 
 
+def exact_attention(
+    batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Prepares the attention of one batch, as `attention.tree_attention`."""
+    if heads.fp8:
+        return DecodedAttention(batch, heads, activation, exact_attention)
+    return ExactTreeAttention(batch, activation)
+
+
 def _plan(batch: TreeBatch) -> list[_Part]:
     tree, device = batch.tree, batch.slots.device
     queries = batch.queries
@@ -210,31 +222,30 @@ def _plan(batch: TreeBatch) -> list[_Part]:
     offsets = tree.offsets.tolist()
     bounds = torch.searchsorted(queries, tree.offsets).tolist()
     parts = []
-    assert not isinstance(batch.prefix_slots, PrefixTable)
-    for b, prefix_slots in enumerate(batch.prefix_slots):
+    for b, prefix in enumerate(batch.prefixes):
         start, stop = offsets[b], offsets[b + 1]
         nodes = queries[bounds[b] : bounds[b + 1]]
         if not nodes.shape[0]:
             continue
-        assert prefix_slots.shape[0] + stop - start <= MOST_KEYS
+        assert prefix.shape[0] + stop - start <= MOST_KEYS
         rows = slice(bounds[b], bounds[b + 1])
         bias = None
         if tree.prefix_limits is not None:
-            place = torch.arange(prefix_slots.shape[0], device=device)
+            place = torch.arange(prefix.shape[0], device=device)
             bias = _added(place < tree.prefix_limits[nodes][:, None])
         levels = int(tree.depths[nodes].max()) + 1
         shared = 0 if tree.shared is None else int(tree.shared[b])
         if not shared and 2 * levels <= stop - start:
             path = torch.cat([nodes[:, None], tree.ancestors(levels - 1)[nodes]], dim=1)
             own = batch.slots[path.clamp(min=0)]
-            parts.append(_Part(rows, _place(prefix_slots), bias, own, _added(path >= 0)))
+            parts.append(_Part(rows, _place(prefix), bias, own, _added(path >= 0)))
             continue
         columns = torch.arange(start, stop, device=device)
         seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop])
         seen[:, :shared] = True
         if bias is None:
-            bias = torch.zeros(nodes.shape[0], prefix_slots.shape[0], device=device)
-        slots = torch.cat([prefix_slots, batch.slots[start:stop]])
+            bias = torch.zeros(nodes.shape[0], prefix.shape[0], device=device)
+        slots = torch.cat([prefix, batch.slots[start:stop]])
         parts.append(_Part(rows, _place(slots), torch.cat([bias, _added(seen)], dim=1)))
     return parts
 

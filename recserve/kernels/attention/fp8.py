@@ -1,39 +1,22 @@
-"""Attention to a KV pool of any storage type.
+"""Attention on a CPU to an FP8 pool.
 
-Triton reads FP8 directly. Other devices decode what a batch reads once per layer, each tree next to
-its root. Attention in the query's own type then reads the decoded copy. The copy includes the keys
-and values of the nodes computed now. So a node has the same values for nodes scored with it and
-for nodes scored later.
+Once per layer, what a batch reads is decoded to the query's own type, each tree next to its prefix.
+Attention in that type then reads the copy. The copy includes the keys and values of the nodes
+computed now. So a node has the same values for nodes scored with it and for nodes scored later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.attention.attention import BatchAttention
-from recserve.kernels.attention.reference import Activation
-from recserve.kernels.backend import Backend, backend_of
+from recserve.kernels.attention.reference import Activation, HeadLayout
 from recserve.kernels.cache.fp8 import Fp8, Stored
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
-
-PoolAttention = Callable[[TreeBatch, Activation], Callable[..., Tensor]]
-
-
-def attention_to(stored: Stored, attention: BatchAttention) -> PoolAttention:
-    """Returns the same attention for layers of keys and values that are stored like `stored`."""
-    if isinstance(stored, Tensor) or backend_of(stored) is Backend.TRITON:
-        return attention
-
-    def attend(batch: TreeBatch, activation: Activation) -> Callable[..., Tensor]:
-        if isinstance(batch.prefix_slots, PrefixTable):
-            return attention(batch, activation)  # the reference, which accepts any type
-        return DecodedAttention(batch, activation, attention)
-
-    return attend
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 
 class DecodedAttention:
@@ -42,22 +25,23 @@ class DecodedAttention:
     def __init__(
         self,
         batch: TreeBatch,
+        heads: HeadLayout,
         activation: Activation,
-        attention: BatchAttention,
+        attention: Callable[[TreeBatch, HeadLayout, Activation], Callable[..., Tensor]],
     ) -> None:
-        assert not isinstance(batch.prefix_slots, PrefixTable)
-        read, roots, nodes, begin = [], [], [], 0
+        """Plans the copy. `attention` attends to it."""
+        read, prefixes, nodes, begin = [], [], [], 0
         bounds = pairwise(batch.tree.offsets.tolist())
-        for root, (start, stop) in zip(batch.prefix_slots, bounds, strict=True):
-            read += [root, batch.slots[start:stop]]
-            end = begin + root.shape[0] + stop - start
-            places = torch.arange(begin, end, device=root.device)
-            roots.append(places[: root.shape[0]])
-            nodes.append(places[root.shape[0] :])
+        for prefix, (start, stop) in zip(batch.prefixes, bounds, strict=True):
+            read += [prefix, batch.slots[start:stop]]
+            end = begin + prefix.shape[0] + stop - start
+            places = torch.arange(begin, end, device=prefix.device)
+            prefixes.append(places[: prefix.shape[0]])
+            nodes.append(places[prefix.shape[0] :])
             begin = end
-        moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), tuple(roots))
+        moved = TreeBatch(batch.tree, batch.queries, torch.cat(nodes), Prefixes.of(prefixes))
         self._read, self._computed = torch.cat(read), moved.query_slots()
-        self._attention = attention(moved, activation)
+        self._attention = attention(moved, replace(heads, fp8=False), activation)
 
     def __call__(
         self, query: Tensor, _key: Tensor, _value: Tensor, keys: Stored, values: Stored

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.native.native import LANES, TYPES, N, P, compiled, library
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 AT_ONCE = 128  # rows that attend together; MOST_ROWS of attention.c
 MOST = torch.iinfo(torch.int64).max
@@ -23,8 +22,8 @@ class _Tree(ctypes.Structure):
     """`Tree` of functions.h."""
 
     _fields_ = [
-        ("root", P),
-        ("root_length", N),
+        ("prefix", P),
+        ("prefix_length", N),
         ("slots", P),
         ("ends", P),
         ("first", N),
@@ -36,27 +35,11 @@ class _Tree(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class HeadLayout:
-    """Heads of a model, as far as attention in C depends on them.
-
-    Attributes:
-        kv_heads: K.
-        group: G, query heads per KV head.
-        dim: D, head dimension.
-        dtype: Type of queries and keys.
-    """
-
-    kv_heads: int
-    group: int
-    dim: int
-    dtype: torch.dtype
-
-    def in_c(self) -> bool:
-        """Returns whether C attends with these heads."""
-        if self.dtype not in TYPES or self.dim % LANES or library() is None:
-            return False
-        return max(self.group, AT_ONCE) * self.dim <= MOST_NUMBERS
+def supports_heads(heads: HeadLayout) -> bool:
+    """Returns whether C attends with these heads."""
+    if heads.fp8 or heads.dtype not in TYPES or heads.dim % LANES or library() is None:
+        return False
+    return max(heads.group, AT_ONCE) * heads.dim <= MOST_NUMBERS
 
 
 class NativeTreeAttention:
@@ -66,36 +49,37 @@ class NativeTreeAttention:
         """Collects the addresses of the trees.
 
         Args:
-            batch: Trees of one forward pass; root slots as a tuple.
+            batch: Trees of one forward pass.
             activation: Softmax, or SiLU with a constant normaliser.
         """
-        assert not isinstance(batch.prefix_slots, PrefixTable)
         self._normalizer = activation.normalizer or 0.0
-        tree, queries = batch.tree, batch.queries
+        tree, queries, prefixes = batch.tree, batch.queries, batch.prefixes
         slots, ends = _dense(batch.slots), _dense(tree.ends)
-        offsets = tree.offsets.tolist()
-        roots = [_dense(root) for root in batch.prefix_slots]
-        shared = [0] * len(roots)
-        if tree.shared is not None:  # nodes that the whole tree sees are part of its root
+        offsets, shared = tree.offsets.tolist(), [0] * len(prefixes)
+        if tree.shared is not None:  # nodes that the whole tree sees are part of its prefix
             shared = tree.shared.tolist()
-            roots = [
-                torch.cat([root, slots[first : first + count]]) if count else root
-                for root, first, count in zip(roots, offsets[:-1], shared, strict=True)
-            ]
+            prefixes = Prefixes.of(
+                [
+                    torch.cat([prefix, slots[first : first + count]])
+                    for prefix, first, count in zip(prefixes, offsets[:-1], shared, strict=True)
+                ]
+            )
             queries = torch.arange(tree.num_nodes) if queries is None else queries
         counts = _counts(batch) if batch.counts is None else batch.counts
         queries = None if queries is None else _dense(queries)
-        limits = _limits(tree)
+        limits, table = _limits(tree), _dense(prefixes.slots)
         # C reads these by address, so they must live as long as this object
-        self._read = slots, ends, queries, limits, roots
+        self._read = slots, ends, queries, limits, table
         self._trees = (_Tree * len(counts))()
         self._scores = row = 0
-        for b, (root, count) in enumerate(zip(roots, counts, strict=True)):
+        assert prefixes.places is not None
+        starts, lengths = prefixes.places
+        for b, count in enumerate(counts):
             first = offsets[b] + shared[b]
             nodes = offsets[b + 1] - first
             self._trees[b] = _Tree(
-                root.data_ptr(),
-                root.shape[0],
+                _place(table, starts[b]),
+                lengths[b],
                 _place(slots, first),
                 _place(ends, first),
                 first,
@@ -106,7 +90,7 @@ class NativeTreeAttention:
                 count,
             )
             row += count
-            self._scores += count * (root.shape[0] + nodes)
+            self._scores += count * (lengths[b] + nodes)
 
     @property
     def address(self) -> int:
@@ -157,22 +141,23 @@ def _counts(batch: TreeBatch) -> list[int]:
 
 
 def supports(batch: TreeBatch) -> bool:
-    """Returns whether C attends to these trees: not to prefixes in a table.
+    """Returns whether C attends to these trees.
 
-    Shared nodes become part of the root in C. So nodes of such a tree may not see a part of it.
+    It reads the lengths of prefixes on the host. Shared nodes become part of the prefix in C, so
+    nodes of such a tree may not see a part of it.
     """
     tree = batch.tree
-    if isinstance(batch.prefix_slots, PrefixTable):
+    if batch.fixed_shapes:
         return False
     if tree.prefix_limits is None or tree.shared is None:
         return True
     trees = tree.tree_ids()
-    limited = tree.prefix_limits < batch.root_lengths()[trees]
+    limited = tree.prefix_limits < batch.prefixes.lengths[trees]
     return not bool((limited & (tree.shared[trees] > 0)).any())
 
 
 def _limits(tree: TokenTree) -> Tensor | None:
-    """Returns the root tokens that each node sees. Nodes of a tree with shared nodes see all."""
+    """Returns the prefix tokens that each node sees. Nodes of a tree with shared nodes see all."""
     limits = tree.prefix_limits
     if limits is None or tree.shared is None:
         return None if limits is None else _dense(limits)

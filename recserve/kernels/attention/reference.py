@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.cache.fp8 import Fp8, Stored
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,33 @@ class Activation:
 SOFTMAX = Activation()
 
 
+@dataclass(frozen=True)
+class HeadLayout:
+    """Heads of a model and how a pool stores them: with the batch, they decide who attends.
+
+    Attributes:
+        kv_heads: K.
+        group: G, query heads per KV head.
+        dim: D, head dimension.
+        dtype: Type of queries.
+        fp8: Whether keys and values are stored in FP8. Otherwise they have the type of queries.
+    """
+
+    kv_heads: int
+    group: int
+    dim: int
+    dtype: torch.dtype
+    fp8: bool = False
+
+    @staticmethod
+    def of(query: Tensor, keys: Stored) -> HeadLayout:
+        """Returns the layout of queries [Tq, H, D] to keys [slots, K, D] of a pool's layer."""
+        kv_heads, dim = keys.shape[1:]
+        return HeadLayout(
+            kv_heads, query.shape[1] // kv_heads, dim, query.dtype, isinstance(keys, Fp8)
+        )
+
+
 def tree_attention(
     query: Tensor,
     keys: Stored,
@@ -37,7 +64,7 @@ def tree_attention(
     batch: TreeBatch,
     activation: Activation = SOFTMAX,
 ) -> Tensor:
-    """Computes attention of every node to its tree's root, to itself and to its ancestors.
+    """Computes attention of every node to its tree's prefix, to itself and to its ancestors.
 
     Scores are scaled by D ** -0.5. Sums are taken in float32.
 
@@ -45,7 +72,7 @@ def tree_attention(
         query: [Tq, H, D] of the computed nodes.
         keys: [slots, K, D], one layer of the pool with the new nodes already written.
         values: Same shape as the keys.
-        batch: Trees of the forward pass; root slots as a tuple.
+        batch: Trees of the forward pass.
         activation: Softmax, or SiLU with a constant normaliser.
 
     Returns:
@@ -59,18 +86,17 @@ def tree_attention(
     tree_mask = tree.dense_mask()[queries]
     trees = tree.tree_ids()[queries]
     out = torch.empty_like(query)
-    assert not isinstance(batch.prefix_slots, PrefixTable)
-    for b, prefix_slots in enumerate(batch.prefix_slots):
+    for b, prefix in enumerate(batch.prefixes):
         rows = (trees == b).nonzero().flatten()
         start, stop = int(tree.offsets[b]), int(tree.offsets[b + 1])
-        slots = torch.cat([prefix_slots, batch.slots[start:stop]])
-        root_mask = torch.ones(
-            rows.shape[0], prefix_slots.shape[0], dtype=torch.bool, device=query.device
+        slots = torch.cat([prefix, batch.slots[start:stop]])
+        prefix_mask = torch.ones(
+            rows.shape[0], prefix.shape[0], dtype=torch.bool, device=query.device
         )
         if tree.prefix_limits is not None:
-            seen = torch.arange(prefix_slots.shape[0], device=query.device)
-            root_mask = seen[None, :] < tree.prefix_limits[queries[rows], None]
-        mask = torch.cat([root_mask, tree_mask[rows, start:stop]], dim=1)
+            seen = torch.arange(prefix.shape[0], device=query.device)
+            prefix_mask = seen[None, :] < tree.prefix_limits[queries[rows], None]
+        mask = torch.cat([prefix_mask, tree_mask[rows, start:stop]], dim=1)
         key = keys[slots].float().repeat_interleave(groups, dim=1)
         value = values[slots].float().repeat_interleave(groups, dim=1)
         scores = torch.einsum("nhd,mhd->hnm", query[rows].float(), key) * dim**-0.5
@@ -83,30 +109,31 @@ def tree_attention(
 
 
 def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: TreeBatch) -> Tensor:
-    """Computes the same softmax attention where the roots are a table.
+    """Computes the same softmax attention with fixed shapes.
 
-    Every computed node gathers the W places of its tree's row and all T nodes, and masks what it
-    does not see. Shapes depend on Tq, T, W and B alone. Masked places may hold anything, even NaN.
+    Every computed node gathers as many places as the longest prefix may have and all T nodes, and
+    masks what it does not see. Masked places may hold anything, even NaN.
 
     Args:
         query: [Tq, H, D] of the computed nodes.
         keys: [slots, K, D], one layer of the pool.
         values: Same shape as the keys.
-        batch: Trees of the forward pass; `prefix_slots` is a `PrefixTable`.
+        batch: Trees of the forward pass. The host does not read their prefixes.
 
     Returns:
         [Tq, H, D] in query's dtype.
     """
-    tree, roots, groups = batch.tree, batch.prefix_slots, query.shape[1] // keys.shape[1]
-    assert isinstance(roots, PrefixTable)
+    tree, prefixes, groups = batch.tree, batch.prefixes, query.shape[1] // keys.shape[1]
     trees, inside, own = tree.tree_ids(), tree.dense_mask(), batch.query_slots()
     if batch.queries is not None:
         trees, inside = trees[batch.queries], inside[batch.queries]
-    width = torch.arange(roots.slots.shape[1], device=query.device)
-    mask = torch.cat([width < roots.lengths[trees, None], inside], dim=1)
+    token = torch.arange(prefixes.longest, device=query.device)
+    before = token < prefixes.lengths[trees, None]
+    # A masked place may lie outside of the table, or hold no slot. It reads the node's own slot.
+    places = torch.where(before, prefixes.starts[trees, None] + token, 0)
+    mask = torch.cat([before, inside], dim=1)
     nodes = batch.slots.expand(query.shape[0], -1)
-    slots = torch.cat([roots.slots[roots.rows[trees]], nodes], dim=1)
-    # A masked place may hold no valid slot. It reads the node's own slot, with weight 0.
+    slots = torch.cat([prefixes.slots.view(-1)[places], nodes], dim=1)
     slots = torch.where(mask, slots, own[:, None])
     key, value = (_rows(pool, slots) for pool in (keys, values))
     heads = query.float().reshape(query.shape[0], keys.shape[1], groups, query.shape[2])

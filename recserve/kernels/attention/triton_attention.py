@@ -1,11 +1,11 @@
-"""Tree attention in Triton: every node attends to its tree's root, to itself and to its ancestors.
+"""Tree attention in Triton: a node attends to its tree's prefix, to itself and to its ancestors.
 
-    out_i = sum_j w_ij v_j over root tokens j and nodes j with j <= i < ends[j]
+    out_i = sum_j w_ij v_j over prefix tokens j and nodes j with j <= i < ends[j]
     w = softmax(q k / sqrt(D))   or   silu(q k / sqrt(D)) / normalizer
 
-Bytes moved per tree, KV head and block of BLOCK_Q nodes: the root's keys and values once, because
+Bytes moved per tree, KV head and block of BLOCK_Q nodes: the prefix's keys and values once, because
 all query heads of the group and all nodes of the block share them. Of the tree, only the key blocks
-that a node of the block can see. Per key, 4 to 8 bytes of slot number. A long root is split over
+that a node of the block can see. Per key, 4 to 8 bytes of slot number. A long prefix is split over
 programs. Their partial results are merged by their log-sum-exp (plain sums for SiLU). FP8 halves
 the bytes: it is decoded in registers between shared memory and the product.
 
@@ -23,17 +23,17 @@ import triton.language as tl
 from torch import Tensor
 
 from recserve.kernels.attention import triton_launch
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.attention.triton_launch import AttentionWork, Launch, machine_of
 from recserve.kernels.cache.fp8 import Fp8, Stored, parts
 from recserve.kernels.cache.triton_fp8 import decoded, has_native, powers
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 
 SCAN_NODES = 1024  # nodes whose subtree ends are read at once
 # int64 arrays that are sometimes slices. Aligned or not, one compiled kernel serves them.
 TABLES = [
     *("block_trees", "block_starts", "query_offsets", "query_nodes", "node_offsets", "node_slots"),
-    *("ends", "root_starts", "root_lengths", "prefix_slots", "prefix_limits", "shared"),
+    *("ends", "prefix_starts", "prefix_lengths", "prefix_slots", "prefix_limits", "shared"),
     *("key_exponents", "value_exponents"),
 ]
 LOG2E = tl.constexpr(1.4426950408889634)  # exp2 with a scaled argument saves one product per score
@@ -94,14 +94,15 @@ def _attend_block(
 def _attend(
     query, keys, values, key_exponents, value_exponents, out, lse,
     block_trees, block_starts, query_offsets, query_nodes,
-    node_offsets, node_slots, ends, root_starts, root_lengths, prefix_slots, prefix_limits, shared,
+    node_offsets, node_slots, ends, prefix_starts, prefix_lengths, prefix_slots, prefix_limits,
+    shared,
     scale, inverse_normalizer, num_rows, kv_heads,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     SILU: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_SHARED: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Attends from one block of nodes of one tree, for one KV head and one split of the root."""
+    """Attends from one block of nodes of one tree, for one KV head and one split of the prefix."""
     # The last blocks of a chain see most keys, so they start first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, split = tl.program_id(1), tl.program_id(2)
@@ -127,22 +128,22 @@ def _attend(
         peak = tl.full([BLOCK_Q * BLOCK_GROUP], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_Q * BLOCK_GROUP], dtype=tl.float32)
 
-        root_first = tl.load(root_starts + tree)
-        # Positions within root and tree are 32 bits, so that masks of a score tile fit in
+        prefix_first = tl.load(prefix_starts + tree)
+        # Positions within prefix and tree are 32 bits, so that masks of a score tile fit in
         # registers.
-        root_length = tl.load(root_lengths + tree).to(tl.int32)
-        limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + root_length
+        prefix_length = tl.load(prefix_lengths + tree).to(tl.int32)
+        limit = tl.full([BLOCK_Q * BLOCK_GROUP], 0, dtype=tl.int32) + prefix_length
         if HAS_LIMITS:
             own = tl.load(prefix_limits + node, mask=row_valid, other=0)
-            limit = tl.minimum(own, root_length.to(tl.int64)).to(tl.int32)
-        # The grid may be sized for a longer root. Then the first splits cover all of this one.
-        chunk = tl.maximum(tl.cdiv(root_length, num_splits), tl.minimum(root_length, SPLIT))
+            limit = tl.minimum(own, prefix_length.to(tl.int64)).to(tl.int32)
+        # The grid may be sized for a longer prefix. Then the first splits cover all of this one.
+        chunk = tl.maximum(tl.cdiv(prefix_length, num_splits), tl.minimum(prefix_length, SPLIT))
         chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
         begin = split * chunk
-        for start in range(begin, tl.minimum(begin + chunk, root_length), BLOCK_N):
+        for start in range(begin, tl.minimum(begin + chunk, prefix_length), BLOCK_N):
             column = start + tl.arange(0, BLOCK_N)
-            valid = column < root_length
-            slots = tl.load(prefix_slots + root_first + column, mask=valid, other=0)
+            valid = column < prefix_length
+            slots = tl.load(prefix_slots + prefix_first + column, mask=valid, other=0)
             seen = valid[None, :] & (column[None, :] < limit[:, None])
             acc, peak, total = _attend_block(
                 q, keys, values, key_exponents, value_exponents, slots, valid, seen, head,
@@ -196,7 +197,7 @@ def _attend(
                 lse + split.to(tl.int64) * num_rows + q_row, peak + tl.log(total), mask=row_valid
             )
             # The merge does not read such a row, so it need not be written.
-            written = tl.where((begin < root_length) | (split == num_splits - 1), DIM, 0)
+            written = tl.where((begin < prefix_length) | (split == num_splits - 1), DIM, 0)
             q_mask = q_mask & (dims < written)[None, :]
         target = (split.to(tl.int64) * num_rows + q_row)[:, None] * DIM + dims[None, :]
         tl.store(out + target, acc.to(out.dtype.element_ty), mask=q_mask)
@@ -229,7 +230,9 @@ def _merge(
 class TritonTreeAttention:
     """Attention of one batch, laid out once and called once per layer."""
 
-    def __init__(self, batch: TreeBatch, activation: Activation = SOFTMAX) -> None:
+    def __init__(
+        self, batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
+    ) -> None:
         tree = batch.tree
         device = batch.slots.device
         self.batch, self.activation = batch, activation
@@ -237,19 +240,12 @@ class TritonTreeAttention:
         nodes = batch.queries
         self.query_nodes = torch.arange(tree.num_nodes, device=device) if nodes is None else nodes
         self.query_offsets = torch.searchsorted(self.query_nodes, tree.offsets)
-        self.root_lengths = batch.root_lengths().contiguous()
-        if isinstance(batch.prefix_slots, PrefixTable):
-            # The grid is sized for the longest possible root; lengths are read on the device.
-            self.prefix_slots, self.longest_root = (
-                batch.prefix_slots.slots,
-                batch.prefix_slots.slots.shape[1],
-            )
-            self.root_starts = batch.prefix_slots.rows * batch.prefix_slots.slots.stride(0)
-        else:
-            self.prefix_slots = torch.cat(batch.prefix_slots)
-            self.root_starts = self.root_lengths.cumsum(0) - self.root_lengths
-            self.longest_root = max(slots.shape[0] for slots in batch.prefix_slots)
-        self._laid_out: dict[tuple[int, int, int], tuple[Launch, Tensor, Tensor]] = {}
+        # The grid is sized for the longest prefix that there may be.
+        self.prefix_starts = batch.prefixes.starts.contiguous()
+        self.prefix_lengths = batch.prefixes.lengths.contiguous()
+        row_bytes = triton.next_power_of_2(heads.dim) * heads.dtype.itemsize
+        self.plan = self._plan(heads.group * heads.kv_heads, heads.kv_heads, row_bytes)
+        self._blocks = self.blocks(self.plan)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, keys: Stored, values: Stored
@@ -275,11 +271,7 @@ class TritonTreeAttention:
                 "train through reference.tree_attention, or serve in torch.inference_mode()"
             )
         num_queries, heads, dim = query.shape
-        sizes = heads, keys.shape[1], triton.next_power_of_2(dim) * query.dtype.itemsize
-        if sizes not in self._laid_out:
-            plan = self.plan(*sizes)
-            self._laid_out[sizes] = plan, *self.blocks(plan)
-        plan, trees, starts = self._laid_out[sizes]
+        plan, (trees, starts) = self.plan, self._blocks
         rows, device = num_queries * heads, query.device
         query = query.contiguous()
         silu = self.activation.normalizer is not None
@@ -294,8 +286,8 @@ class TritonTreeAttention:
         _attend[plan.num_blocks, keys.shape[1], plan.num_splits](
             query, parts(keys)[0], parts(values)[0], parts(keys)[-1], parts(values)[-1],
             partial, lse, trees, starts, self.query_offsets, self.query_nodes,
-            tree.offsets, self.batch.slots, tree.ends, self.root_starts, self.root_lengths,
-            self.prefix_slots,
+            tree.offsets, self.batch.slots, tree.ends, self.prefix_starts,
+            self.prefix_lengths, self.batch.prefixes.slots,
             nothing if tree.prefix_limits is None else tree.prefix_limits,
             nothing if tree.shared is None else tree.shared,
             dim**-0.5, 1.0 / (self.activation.normalizer or 1.0), rows, keys.shape[1],
@@ -314,10 +306,10 @@ class TritonTreeAttention:
             )  # fmt: skip
         return out
 
-    def plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
+    def _plan(self, heads: int, kv_heads: int, row_bytes: int) -> Launch:
         """Returns the launch for these head counts. row_bytes: bytes of a padded key."""
         trees, fillers = self.batch.tree.num_trees, self.batch.fillers
-        work = AttentionWork(self.query_nodes.shape[0], trees, self.longest_root, fillers)
+        work = AttentionWork(self.query_nodes.shape[0], trees, self.batch.prefixes.longest, fillers)
         machine = machine_of(self.batch.slots.device)
         return triton_launch.launch(work, heads, kv_heads, row_bytes, machine)
 

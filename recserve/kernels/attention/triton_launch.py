@@ -1,9 +1,9 @@
-"""Launch parameters of tree attention in Triton: rows of a block, splits of a root, warps and
+"""Launch parameters of tree attention in Triton: rows of a block, splits of a prefix, warps and
 stages.
 
-Reading a root reaches the memory's bandwidth only if every multiprocessor has some ten thousand
+Reading a prefix reaches the memory's bandwidth only if every multiprocessor has some ten thousand
 bytes in flight. By Little's law, 4 TB/s for a microsecond are 32 KB for each of 132. So a program
-has two blocks of keys and values in flight. A root is split until the programs fill the
+has two blocks of keys and values in flight. A prefix is split until the programs fill the
 multiprocessors once. More splits would write and read more partial results.
 """
 
@@ -15,7 +15,7 @@ from functools import cache
 import torch
 import triton
 
-BLOCK_ROWS = 128  # a block's query rows; every block of a tree reads the root again, from L2
+BLOCK_ROWS = 128  # a block's query rows; every block of a tree reads the prefix again, from L2
 FEWEST_ROWS = 32  # smallest block where there are few programs
 BLOCK_KEYS = 64
 QUERY_BLOCK_BYTES = 2**15
@@ -23,7 +23,7 @@ WARP_BYTES = 2**12  # a block's query bytes per warp, so that accumulators stay 
 WARP_ROWS = 16
 # of keys in shared memory, and as many of values; several blocks are in flight
 KEY_BLOCK_BYTES = 2**14
-SPLIT_KEYS = 128  # root tokens that are worth a program of their own
+SPLIT_KEYS = 128  # prefix tokens that are worth a program of their own
 MAX_SPLITS = 64
 # Triton uses two stages per block in flight: one reads its slots, one reads the keys there.
 STAGES, FEW_STAGES = 5, 3
@@ -66,14 +66,14 @@ class AttentionWork:
     Attributes:
         nodes: Nodes computed.
         trees: Number of trees.
-        longest_root: Upper bound of the root tokens of a tree.
+        longest_prefix: Upper bound of the prefix tokens of a tree.
         fillers: Number of trees that only fill a batch up, with a node or more each. They have no
-            root to share among programs.
+            prefix to share among programs.
     """
 
     nodes: int
     trees: int
-    longest_root: int
+    longest_prefix: int
     fillers: int = 0
 
 
@@ -83,7 +83,7 @@ class Launch:
 
     Attributes:
         num_blocks: Upper bound of the blocks of nodes, known without a host sync.
-        num_splits: Programs that share a root.
+        num_splits: Programs that share a prefix.
         group: Query heads per KV head.
         block_group: `group` rounded up to a power of two.
         block_q: Nodes of a block.
@@ -128,30 +128,30 @@ def shared_bytes(rows: int, row_bytes: int) -> int:
     return (rows + 2 * buffers * keys_of(row_bytes)) * row_bytes + TABLE_BYTES
 
 
-def most_splits(longest_root: int) -> int:
-    """Returns the largest number of splits of a root."""
-    return max(min(longest_root // SPLIT_KEYS, MAX_SPLITS), 1)
+def most_splits(longest_prefix: int) -> int:
+    """Returns the largest number of splits of a prefix."""
+    return max(min(longest_prefix // SPLIT_KEYS, MAX_SPLITS), 1)
 
 
-def splits_of(programs: int, places: int, longest_root: int, block_keys: int) -> int:
-    """Returns the splits of each root that finish the last program soonest.
+def splits_of(programs: int, places: int, longest_prefix: int, block_keys: int) -> int:
+    """Returns the splits of each prefix that finish the last program soonest.
 
     Args:
         programs: Programs of one split each.
         places: Programs that run at once.
-        longest_root: Prefix tokens.
+        longest_prefix: Prefix tokens.
         block_keys: Keys of a block.
     """
-    most = most_splits(longest_root)
+    most = most_splits(longest_prefix)
     counts = {min(max(wave * places // programs, 1), most) for wave in range(1, MAX_WAVES + 1)}
 
     def keys(splits: int) -> float:
         waves = -(-programs * splits // places)
-        return waves * (longest_root / splits + PROGRAM_KEYS) + MERGE_KEYS * (splits > 1)
+        return waves * (longest_prefix / splits + PROGRAM_KEYS) + MERGE_KEYS * (splits > 1)
 
     best = min(sorted({1, *counts}), key=keys)
-    chunk = triton.cdiv(max(longest_root, 1), best * block_keys) * block_keys
-    return int(triton.cdiv(max(longest_root, 1), chunk))
+    chunk = triton.cdiv(max(longest_prefix, 1), best * block_keys) * block_keys
+    return int(triton.cdiv(max(longest_prefix, 1), chunk))
 
 
 def launch(
@@ -178,7 +178,7 @@ def launch(
         return int(max(per_head, 1)) * kv_heads
 
     # If even all splits fill less than half of the device, smaller blocks share the work.
-    filled = programs_of(rows) * most_splits(work.longest_root)
+    filled = programs_of(rows) * most_splits(work.longest_prefix)
     while rows > max(FEWEST_ROWS, block_group) and 2 * filled <= machine.multiprocessors:
         filled = filled * programs_of(rows // 2) // programs_of(rows)
         rows //= 2
@@ -188,7 +188,7 @@ def launch(
     shared = shared_bytes(rows, row_bytes)
     stages = STAGES if shared <= machine.shared_bytes else FEW_STAGES
     places = machine.multiprocessors * max(min(8 // warps, machine.shared_bytes // shared), 1)
-    splits = splits_of(programs_of(rows), places, work.longest_root, keys_of(row_bytes))
+    splits = splits_of(programs_of(rows), places, work.longest_prefix, keys_of(row_bytes))
     return Launch(
         num_blocks, splits, group, block_group, block_q, keys_of(row_bytes), warps, stages
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.attention.native import NativeTreeAttention
-from recserve.kernels.linear.panels import Panels, Product
+from recserve.kernels.linear.panels import LinearStruct, Panels
 from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
 
 
@@ -73,7 +73,7 @@ class LayerShape:
 class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, P) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
-        *((name, Product) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, LinearStruct) for name in ("qkv", "output", "gate_up", "down")),
     ]
 
 

@@ -27,7 +27,7 @@ def multiplies(weight: Tensor) -> bool:
     return c_multiplies(weight) and weight.shape[1] % 2 == 0
 
 
-class Product(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
     """`Product` of functions.h."""
 
     _fields_ = [("panels", P), ("bias", P), ("scales", P), ("inner", N), ("size", N), ("stored", N)]
@@ -86,9 +86,9 @@ class Panels:
         return self.weight.shape[1] * self.weight.shape[3]
 
     @property
-    def product(self) -> Product:
+    def product(self) -> LinearStruct:
         """Struct for a C function. It holds addresses, so these panels must outlive it."""
-        return Product(
+        return LinearStruct(
             self.weight.data_ptr(),
             self.bias.data_ptr(),
             None if self.scales is None else self.scales.data_ptr(),

@@ -33,7 +33,7 @@ from recserve.kernels.linear.formats import FORMATS
 from recserve.kernels.native import processor
 from recserve.kernels.native.native import TYPES, library
 
-Product = Callable[[Tensor], Tensor]
+LinearFn = Callable[[Tensor], Tensor]
 ROWS = 64  # The layout for 64 rows is as fast for one row, and the arithmetic is the same for all.
 
 
@@ -91,7 +91,7 @@ class DecodedProduct:
         return F.linear(x, self._decode(self.encoded, x.dtype), self.bias)
 
 
-def stored_product(weight: Tensor, bias: Tensor | None, stored: str) -> Product:
+def stored_product(weight: Tensor, bias: Tensor | None, stored: str) -> LinearFn:
     """Returns the product with a weight [n, m] and a bias [n] in a format of `FORMATS`.
 
     For an exact format `runs_in_c` must be true. It compares all weights, so it is not asked again.
@@ -99,7 +99,7 @@ def stored_product(weight: Tensor, bias: Tensor | None, stored: str) -> Product:
     codec = FORMATS[stored].open()
     encoded = codec.encode(weight)
     if codec.panels is not None and (FORMATS[stored].exact or runs_in_c(weight, stored)):
-        product: Product = codec.panels(encoded, bias, weight.dtype)
+        product: LinearFn = codec.panels(encoded, bias, weight.dtype)
     elif codec.triton is not None and backend_of(weight) is Backend.TRITON:
         product = resolve_name(codec.triton)(encoded, bias)
     else:

@@ -2,15 +2,15 @@
 #pragma once
 #include "vectors.h"
 
-/* One tree: `count` query rows that attend to the root and the tree. */
+/* One tree: `count` query rows that attend to the prefix and the tree. */
 typedef struct {
-    const int64_t *root;    /* [root_length] slots */
-    int64_t root_length;
+    const int64_t *prefix;  /* [prefix_length] slots */
+    int64_t prefix_length;
     const int64_t *slots;   /* [nodes] slots of its nodes */
     const int64_t *ends;    /* [nodes] packed index one past the subtree of each node */
     int64_t first, nodes;   /* packed index of its first node, and the number of nodes */
     const int64_t *queries; /* [count] packed nodes of its rows; NULL means all nodes */
-    const int64_t *limits;  /* [packed nodes] root tokens that each node sees; NULL means all */
+    const int64_t *limits;  /* [packed nodes] prefix tokens that each node sees; NULL means all */
     int64_t row, count;     /* its first row among all computed nodes, and the number of rows */
 } Tree;
 

@@ -26,8 +26,8 @@ class FixedTrie:
 
     Attributes:
         trie: What a captured search reads. Its `children`, `child_columns`, `leaves`, `codes_of`
-            and `any_leaf` are those of the loaded version; its other members are not valid.
-        widths: Padded number of children of a node of each level.
+            and `any_leaf` are those of the loaded version. Its `widths` hold all versions. Other
+            members are not valid.
     """
 
     def __init__(self, base: Trie, capacity: int = CAPACITY) -> None:
@@ -53,7 +53,7 @@ class FixedTrie:
         self.trie = replace(base, insertions=self._buffers)
         sizes = zip(base.widths, base.codebook_sizes, strict=True)
         # Twice the base's widths, so that a version may have more children.
-        self.widths = tuple(min(2 * width, size) for width, size in sizes)
+        vars(self.trie)["widths"] = tuple(min(2 * width, size) for width, size in sizes)
         self._loaded: weakref.ref[Trie] = weakref.ref(base)
 
     @property
@@ -68,7 +68,7 @@ class FixedTrie:
         if version.insertions is None:
             return True
         columns = zip(_columns(version.insertions), _columns(self._buffers), strict=True)
-        widths = zip(version.widths, self.widths, strict=True)
+        widths = zip(version.widths, self.trie.widths, strict=True)
         fits = all(own.shape[0] <= place.shape[0] for own, place in columns)
         return fits and all(width <= most for width, most in widths)
 

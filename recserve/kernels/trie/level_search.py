@@ -23,7 +23,7 @@ from recserve.kernels.backend import Operator
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import native
-from recserve.kernels.trie.native import FORKED, OPEN, PrefixTrees
+from recserve.kernels.trie.native import BeamKind, PrefixTrees
 from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, pack_leaves
 
 DEAD = float("-inf")
@@ -150,7 +150,7 @@ def wanted_prefixes_reference(
     trie: Trie,
     log_probs: Tensor,
     paths: Tensor,
-    which: int,
+    which: BeamKind,
     scored_keys: Tensor,
     below: Sequence[int],
 ) -> Tensor:
@@ -171,9 +171,9 @@ def wanted_prefixes_reference(
     first = torch.arange(batch, device=paths.device)[:, None] * trie.num_nodes
     nodes = paths[..., -1] if level else torch.zeros_like(first).expand(batch, width)
     needed = log_probs > DEAD
-    if which == FORKED:
+    if which == BeamKind.FORKED:
         needed = needed & (trie.num_children(nodes) > 1)
-    elif which == OPEN:
+    elif which == BeamKind.OPEN:
         leaves = trie.leaves(nodes)
         needed = needed & (leaves.last - leaves.first > 1)
     missing = needed & (find_keys(scored_keys, first + nodes) < 0)

@@ -10,22 +10,34 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.linear.panels import Panels, Product
+from recserve.kernels.linear.panels import LinearStruct, Panels
 from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.trie import LeafBits, LeafFilter, Trie
 
-# Which beams to score: those with a child, with several children, with several items.
-ALIVE, FORKED, OPEN = range(3)
-# What a search says of the state of a beam; ANY selects all.
-UNNEEDED, KNOWN, MISSING = range(3)
-ANY = -1
+
+class BeamKind(IntEnum):
+    """Which beams to score: those with a child, with several children, with several items."""
+
+    ALIVE = 0
+    FORKED = 1
+    OPEN = 2
+
+
+class StateKind(IntEnum):
+    """What a search says of the state of a beam. ANY selects all."""
+
+    ANY = -1
+    UNNEEDED = 0
+    KNOWN = 1
+    MISSING = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,7 @@ class LevelCodes:
 
 
 @dataclass(frozen=True)
-class Cell:
+class RecurrentCell:
     """One step of a recurrent head: tanh(inputs[code] + states U).
 
     Attributes:
@@ -104,7 +116,7 @@ class ScoredCandidates(Protocol):
 
 
 @dataclass(frozen=True)
-class Levels:
+class DescentResult:
     """Beams of each level 0 : L + 1, best first, filled from the first level of a search to
     `reached`.
 
@@ -113,7 +125,7 @@ class Levels:
         paths: [L + 1, B, W, L] int64 nodes of each beam's prefixes, as many as the level.
         scored: [L + 1, B, W] uint8: UNNEEDED, or KNOWN or MISSING for a needed state.
         used: [L + 1] columns in use, at least 1.
-        lost: [B] best score of a beam whose state was missing, -inf where none was.
+        thresholds: [B] best score of a beam whose state was missing, -inf where none was.
         reached: The last level that all requests reached.
     """
 
@@ -121,7 +133,7 @@ class Levels:
     paths: Tensor
     scored: Tensor
     used: Sequence[int]
-    lost: Sequence[float]
+    thresholds: Sequence[float]
     reached: int
 
 
@@ -205,7 +217,7 @@ def wanted_prefixes(
     trie: Trie,
     log_probs: Tensor,
     paths: Tensor,
-    which: int,
+    which: BeamKind,
     scored_keys: Tensor,
     below: Sequence[int],
 ) -> Tensor:
@@ -309,7 +321,7 @@ def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
 
 
 def passed_prefixes(
-    found: Levels, first: int, all_nodes: int, which: int, floors: Sequence[float]
+    found: DescentResult, first: int, all_nodes: int, which: StateKind, item_scores: Sequence[float]
 ) -> Tensor:
     """Returns the keys [n] of beams, each with all nodes above it; duplicates occur.
 
@@ -318,9 +330,9 @@ def passed_prefixes(
         first: First level. The last level that was reached is not included.
         all_nodes: Nodes of the trie.
         which: KNOWN or MISSING of `scored`, or ANY.
-        floors: [B] scores. Beams with lower scores are left out.
+        item_scores: [B]. Beams with lower scores are left out.
     """
-    paths, limits = found.paths, (FLOAT * len(floors))(*floors)
+    paths, limits = found.paths, (FLOAT * len(item_scores))(*item_scores)
     keys = torch.empty(paths[first : found.reached].numel(), dtype=torch.int64)
     passed = _Passed(
         all_nodes,
@@ -340,7 +352,7 @@ def passed_prefixes(
 class NativeDescent:
     """Beam search by the logits of one model's states, or by a draft head."""
 
-    def __init__(self, levels: Sequence[LevelCodes], cells: Sequence[Cell] = ()) -> None:
+    def __init__(self, levels: Sequence[LevelCodes], cells: Sequence[RecurrentCell] = ()) -> None:
         """Collects the addresses of the weights.
 
         Args:
@@ -349,9 +361,9 @@ class NativeDescent:
         """
         # C reads these by address, so they must live as long as this object
         self._read = tuple(levels), tuple(cells)
-        self._heads = (Product * len(levels))(*(level.panels.product for level in levels))
+        self._heads = (LinearStruct * len(levels))(*(level.panels.product for level in levels))
         self._codes = (P * len(levels))(*(level.rows.data_ptr() for level in levels))
-        self._cells = (Product * len(cells))(*(cell.weight.product for cell in cells))
+        self._cells = (LinearStruct * len(cells))(*(cell.weight.product for cell in cells))
         self._inputs = (P * len(cells))(*(cell.inputs.data_ptr() for cell in cells))
 
     def __call__(
@@ -363,14 +375,14 @@ class NativeDescent:
         until: int,
         *,
         widths: Sequence[int],
-        bounds: Sequence[int],
+        threshold_ranks: Sequence[int],
         filters: Sequence[LeafFilter | None],
         scored_keys: Tensor | None = None,
         scored_hidden: Tensor | None = None,
         contexts: Tensor | None = None,
         dense_candidates: ScoredCandidates | None = None,
         stops: bool = False,
-    ) -> Levels:
+    ) -> DescentResult:
         """Searches from the given beams on.
 
         Args:
@@ -380,7 +392,8 @@ class NativeDescent:
             last_hidden: [B, E] final hidden states of the last root tokens.
             until: The last level.
             widths: Beam width of each request.
-            bounds: Rank (from 0) of the score that bounds each request. Negative means no bound.
+            threshold_ranks: Rank (from 0) of the score that sets the threshold of a level, for each
+                request. Negative means none.
             filters: Leaves that each request allows. None means all leaves.
             scored_keys: [n] int64 ascending keys of scored prefixes: `request number * nodes of the
                 trie + trie node`.
@@ -398,7 +411,7 @@ class NativeDescent:
         scored = torch.empty(depth + 1, batch, columns, dtype=torch.uint8)
         used, lost = (N * (depth + 1))(), (FLOAT * batch)()
         last_hidden, log_probs = last_hidden.contiguous(), log_probs.contiguous()
-        requests, _lists = _requests(widths, bounds, filters)
+        requests, _lists = _requests(widths, threshold_ranks, filters)
         competing = _competing(dense_candidates, trie)
         s = _Search(
             trie.address,
@@ -433,7 +446,7 @@ class NativeDescent:
             s.contexts = contexts.data_ptr()
             s.next_request, s.next_level, _ = contexts.stride()
         reached = compiled().trie_search(ctypes.addressof(s))
-        return Levels(found_log_probs, found_paths, scored, list(used), list(lost), reached)
+        return DescentResult(found_log_probs, found_paths, scored, list(used), list(lost), reached)
 
 
 def _distances(paths: Tensor) -> tuple[int, int]:
@@ -444,12 +457,13 @@ def _distances(paths: Tensor) -> tuple[int, int]:
 
 
 def _requests(
-    widths: Sequence[int], bounds: Sequence[int], filters: Sequence[LeafFilter | None]
+    widths: Sequence[int], threshold_ranks: Sequence[int], filters: Sequence[LeafFilter | None]
 ) -> tuple[ctypes.Array[_Request], list[ctypes.Array[_Ranks]]]:
     """Returns structs of the requests, and the lists that they point to."""
     requests, lists = (_Request * len(widths))(), []
-    for request, width, bound, allowed in zip(requests, widths, bounds, filters, strict=True):
-        request.width, request.place = width, bound
+    each_request = zip(requests, widths, threshold_ranks, filters, strict=True)
+    for request, width, rank, allowed in each_request:
+        request.width, request.place = width, rank
         request.all = allowed is None or allowed.all
         if allowed is None:
             continue

@@ -66,12 +66,12 @@ class BeamStrategy(RecommendStrategy):
 
         1. Level 0 of each request, with its filters.
         2. The dense head's best items, which compete with the finished beams.
-        3. Level 1, scored from the last hidden state of the root. Bounds use the scores of step 2
+        3. Level 1, scored from the last hidden state of the prefix. Bounds use the scores of step 2
            only once all of them are known.
         4. The prefixes that the target must score for the items of step 2.
-        5. Their scores, if the root alone gives them.
+        5. Their scores, if the prefix alone gives them.
         """
-        search = BeamSearch.start(self.model, sequences, bounded=self.skip_single)
+        search = BeamSearch.start(self.model, sequences, thresholds=self.skip_single)
         add_candidates(search)
         search.advance()
         find_candidate_keys(search)

@@ -1,4 +1,4 @@
-"""Strategy `dense`: nearest neighbours of query vectors made from the root's last state.
+"""Strategy `dense`: nearest neighbours of query vectors made from the prefix's last state.
 
 No tree is scored.
 
@@ -110,7 +110,7 @@ def nearest(
 
     Args:
         retriever: Makes query vectors from states.
-        last_hidden: [B, E] state of the last root token of each request.
+        last_hidden: [B, E] state of the last prefix token of each request.
         requests: B requests, each with an index of item vectors.
 
     Raises:

@@ -23,9 +23,9 @@ from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.trie_prefixes import (
     PrefixDraft,
     draft_of_keys,
+    first_scores,
     needed_prefixes,
     path_scores,
-    root_scores,
 )
 
 
@@ -58,7 +58,7 @@ class LikelihoodStrategy(OneRoundStrategy):
     def tree(self, sequences: Seq[SearchSequence]) -> ItemDraft:
         """Returns the items' prefixes. The last code of an item needs no node.
 
-        The trees are empty if the roots alone decide all scores.
+        The trees are empty if the prefixes alone decide all scores.
         """
         owners, rows = _items(sequences)
         trie = request_of(sequences[0], LikelihoodQuery).trie
@@ -75,7 +75,7 @@ class LikelihoodStrategy(OneRoundStrategy):
             request_of(sequences[0], LikelihoodQuery).trie,
             stacked_last_hidden(sequences),
         )
-        scores = root_scores(trie, draft.nodes, draft.owners, last_hidden, self.model)
+        scores = first_scores(trie, draft.nodes, draft.owners, last_hidden, self.model)
         if hidden is not None:
             assert draft.query_keys is not None
             keys, order = draft.query_keys.sort()

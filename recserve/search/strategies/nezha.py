@@ -20,7 +20,7 @@ from recserve.search.strategy import Heads, RecommendStrategy
 
 
 class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
-    """NEZHA: placeholder tokens after the root, and beam search in the self-draft head.
+    """NEZHA: placeholder tokens after the prefix, and beam search in the self-draft head.
 
     The trie and the filters restrict every level. The head alone scores the items, so `exact` is
     False. With a dense weight, the dense head's log-probability is added and its best items
@@ -52,8 +52,8 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
         return 0 if self.placeholders is None else len(self.placeholders)
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
-        """Runs the whole search, which reads only the states of the root's forward."""
-        search = BeamSearch.start(self.model, sequences, bounded=True)
+        """Runs the whole search, which reads only the states of the prefix's forward."""
+        search = BeamSearch.start(self.model, sequences, thresholds=True)
         add_candidates(search)
         search.beams = descend(search, self._scores(search)).last
         for sequence in sequences:
@@ -71,4 +71,5 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
             s.placeholder_states for s in search.sequences if s.placeholder_states is not None
         ]
         reads = None if self.placeholders is None else torch.stack(states)
-        return HeadScores(search, self.head, self.head.contexts(search.last_hidden, reads))
+        contexts = self.head.contexts(search.last_hidden, reads)
+        return HeadScores(search.trie, self.head, search.last_hidden, contexts)

@@ -1,4 +1,4 @@
-"""Computes roots in advance, so that the next request finds them in the prefix cache."""
+"""Computes prefixes in advance, so that the next request finds them in the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from recserve.core.strategy import OneRoundStrategy, Results
 
 
 class PrewarmStrategy(OneRoundStrategy):
-    """Computes the root and nothing else."""
+    """Computes the prefix and nothing else."""
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
-        """Returns the time and work of each request. The roots are already computed."""
+        """Returns the time and work of each request. The prefixes are already computed."""
         return [Prewarmed(sequence.timing) for sequence in sequences]

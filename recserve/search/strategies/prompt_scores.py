@@ -19,7 +19,7 @@ LOGIT_ROWS = 128
 
 
 class PromptStrategy(OneRoundStrategy):
-    """Computes the states of whole prompts in one round, each as a branch below an empty root."""
+    """Computes the states of whole prompts in one round, each as a branch below an empty prefix."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model

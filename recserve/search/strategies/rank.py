@@ -42,14 +42,14 @@ class RankStrategy(OneRoundStrategy):
 def propose_branches(requests: Seq[RankQuery]) -> Draft:
     """Returns one isolated node per candidate.
 
-    A candidate attends to itself and to the root rows older than its own exposure.
+    A candidate attends to itself and to the prefix rows older than its own exposure.
     """
     counts = torch.tensor([0, *(len(r.candidates) for r in requests)])
     inputs = NodeInputs.cat([r.candidates for r in requests])
     index = torch.arange(len(inputs))
     limits = None
     if any(r.prefix_limits is not None for r in requests):
-        limits = torch.cat([_root_limits(r) for r in requests])
+        limits = torch.cat([_prefix_limits(r) for r in requests])
     tree = TokenTree(
         inputs.tokens,
         torch.full_like(index, -1),
@@ -61,7 +61,7 @@ def propose_branches(requests: Seq[RankQuery]) -> Draft:
     return Draft(tree, inputs)
 
 
-def _root_limits(request: RankQuery) -> Tensor:
+def _prefix_limits(request: RankQuery) -> Tensor:
     if request.prefix_limits is None:
-        return torch.full((len(request.candidates),), len(request.root.inputs))
+        return torch.full((len(request.candidates),), len(request.prefix.inputs))
     return torch.from_numpy(request.prefix_limits).to(torch.int64)

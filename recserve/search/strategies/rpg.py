@@ -1,8 +1,8 @@
-"""Strategy `rpg`: items scored by independent level heads from the root's last hidden state.
+"""Strategy `rpg`: items scored by independent level heads from the prefix's last hidden state.
 
-It uses no tree and no forward after the root. Given the state, the codes of an item are independent
-of each other. An item's score is the mean over levels of their log-probabilities. The result
-differs from beam search, so it is never `exact`.
+It uses no tree and no forward after the prefix. Given the state, the codes of an item are
+independent of each other. An item's score is the mean over levels of their log-probabilities. The
+result differs from beam search, so it is never `exact`.
 
 The best items are found by scoring all items or by walking the item graph. A walk starts from
 entries spread over the catalogue and from the user's latest items. It is used if the request allows
@@ -124,8 +124,8 @@ def best_items(
 def latest_items(requests: Seq[SlateQuery], items: int, first_item: int | None) -> Tensor:
     """Returns [B, s] rows of the last items of each history, -1 for unknown or missing ones."""
     if first_item is None:
-        return torch.full((len(requests), 0), -1, device=requests[0].root.inputs.tokens.device)
-    tokens = [request.root.inputs.tokens[-NUM_RECENT_ITEMS:] - first_item for request in requests]
+        return torch.full((len(requests), 0), -1, device=requests[0].prefix.inputs.tokens.device)
+    tokens = [request.prefix.inputs.tokens[-NUM_RECENT_ITEMS:] - first_item for request in requests]
     rows = pad_sequence(tokens, batch_first=True, padding_value=-1)
     return torch.where((rows >= 0) & (rows < items), rows, -1)
 

@@ -35,7 +35,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
-from recserve.search.beam_search import BeamSearch, TargetScores
+from recserve.search.beam_search import BeamSearch, ScoredStates
 from recserve.search.slates import slate_under_caps, with_chosen
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.dense import nearest
@@ -163,9 +163,9 @@ class SpecGRStrategy(RecommendStrategy):
         return request.width * (2 * levels + levels * (levels - 1) // 2)
 
     def start(self, sequences: Seq[SearchSequence]) -> SpecGRState:
-        """Makes the first draft. The root's last hidden state scores its items' first codes."""
+        """Makes the first draft. The prefix's last hidden state scores its items' first codes."""
         began = time.perf_counter()
-        search = BeamSearch.start(self.model, sequences, bounded=False)
+        search = BeamSearch.start(self.model, sequences, thresholds=False)
         search.advance()
         items = draft_freely(search, self.retriever)
         state = SpecGRState(search, items, list(range(len(sequences))))
@@ -318,7 +318,7 @@ def verify_items(search: BeamSearch, owners: Tensor, rows: Tensor) -> VerifiedIt
         owners: [n] request numbers.
         rows: [n] item rows.
     """
-    log_probs = TargetScores(search).of_items(owners, rows)
+    log_probs = ScoredStates(search).of_paths(owners, search.trie.nodes_of_items(rows))
     accepted = log_probs >= math.log(MIN_LIFT / search.trie.num_items)
     return _on_host(owners, rows, log_probs, accepted)
 
@@ -355,7 +355,7 @@ def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continua
     every = verified.at(verified.accepted).followed_by(found.likeliest_first())
     answers: list[Slate | Continuation | NotFinite] = []
     counts = alive.sum(1).float()
-    num_alive = (counts if search.flaws is None else counts + search.flaws).tolist()
+    num_alive = (counts if search.nonfinite is None else counts + search.nonfinite).tolist()
     for b, sequence in enumerate(search.sequences):
         if math.isnan(num_alive[b]):
             answers.append(NotFinite())

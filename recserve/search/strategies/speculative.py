@@ -1,8 +1,8 @@
 """Strategy `speculative`: full beam search whose prefixes are drafted in advance.
 
-The prefixes that proved a slate are cached with the user's root. When the same request comes again,
-one forward pass scores them and proves the slate. It needs neither the draft head nor another
-round.
+The prefixes that proved a slate are cached with the user's history. When the same request comes
+again, one forward pass scores them and proves the slate. It needs neither the draft head nor
+another round.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from recserve.core.slate_tree import Origin
 from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD
-from recserve.kernels.trie.native import ANY, KNOWN, MISSING
+from recserve.kernels.trie.native import StateKind
 from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
 from recserve.models.recommender import Recommender
-from recserve.search.beam_search import NO_BOUND, BeamSearch, HeadScores, descend
+from recserve.search.beam_search import NO_THRESHOLD, BeamSearch, HeadScores, descend
 from recserve.search.dense_candidates import score_ready_candidates, unscored_candidate_keys
 from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.slate_trees import trace_round
@@ -52,13 +52,14 @@ class SpeculativeStrategy(BeamStrategy):
     and only the number of rounds differs. Further rounds score prefixes that the draft lacked, as
     far as they can still change the slate.
 
-    The prefixes that proved a slate are stored with the cached root. They are the draft when the
+    The prefixes that proved a slate are stored with the cached prefix. They are the draft when the
     same request comes again, in any batch. For other requests, `PlanPolicy` chooses how wide to
     draft. Where drafting does not pay, the strategy is beam search.
     """
 
     name = "speculative"
     auto = "preferred"
+    captured_search = "beam"
     policy: PlanPolicy
     missing = "no draft head was trained; run `recserve train drafter --name speculative`"
 
@@ -75,7 +76,7 @@ class SpeculativeStrategy(BeamStrategy):
             model: The target model.
             head: Proposes prefixes.
             only: The plan for every request. None lets the calibration choose.
-            caches: Whether drafts are stored with cached roots.
+            caches: Whether drafts are stored with cached prefixes.
         """
         super().__init__(model)
         self.head, self.caches = head, caches
@@ -135,10 +136,10 @@ class SpeculativeStrategy(BeamStrategy):
         if found.proven:
             drafts = cached_drafts(state.sequences) if draft.cached else []
             if any(own and not own.trimmed for own in drafts):
-                cache_proof(state, found.prefixes(KNOWN))
+                cache_proof(state, found.prefixes(StateKind.KNOWN))
             state.beams = found.last
         elif state.extra_rounds < MAX_EXTRA_ROUNDS:
-            state.unscored = found.prefixes(MISSING)
+            state.unscored = found.prefixes(StateKind.MISSING)
             state.extra_rounds += 1
         else:
             state.advance()
@@ -172,15 +173,15 @@ class SpeculativeStrategy(BeamStrategy):
         requests, beams = state.requests, state.beams
         widths = [math.ceil(m * r.width) for m, r in zip(margins, requests, strict=True)]
         free = [r.caps or r.dense_weight or not self.skip_single for r in requests]
-        # The floor: the score of the item at rank margin * k. Without a bound, nothing is cut off.
+        # The threshold: the score of the item at rank margin * k. Without one, nothing is left out.
         ranks = [
-            NO_BOUND if any_item else max(math.ceil(m * r.k) - 1, 0)
+            NO_THRESHOLD if any_item else max(math.ceil(m * r.k) - 1, 0)
             for m, r, any_item in zip(margins, requests, free, strict=True)
         ]
         if any(drafts):
             there = on_device([draft is not None for draft in drafts], beams.nodes.device)
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(there[:, None], DEAD))
-        search = replace(state, beams=beams, widths=widths, bound_ranks=ranks)
+        search = replace(state, beams=beams, widths=widths, threshold_ranks=ranks)
         keys = draft_prefixes(search, self.head)
         return torch.cat([keys_of(drafts, state), keys]) if any(drafts) else keys
 
@@ -271,17 +272,17 @@ def draft_prefixes(search: BeamSearch, head: SelfDraftHead) -> Tensor:
     """Returns keys of the prefixes that the head's own search visits.
 
     The search starts from proved beams, so the first level is exact. Prefixes that need no score
-    are left out, and those below the search's final floor: the score at the bound's rank. With a
-    prefix come all prefixes above it.
+    are left out, and those below the found item at the threshold's rank. With a prefix come all
+    prefixes above it.
 
     Args:
         search: Proved beams, and how wide the head searches below them.
         head: The draft head.
     """
-    assert search.bound_ranks is not None
-    scores = HeadScores(search, head, head.contexts(search.last_hidden))
-    found = descend(search, scores, floor_ranks=search.bound_ranks)
-    return found.prefixes(KNOWN if search.skip_single else ANY)
+    assert search.threshold_ranks is not None
+    scores = HeadScores(search.trie, head, search.last_hidden, head.contexts(search.last_hidden))
+    found = descend(search, scores, item_ranks=search.threshold_ranks)
+    return found.prefixes(StateKind.KNOWN if search.skip_single else StateKind.ANY)
 
 
 @dataclass(frozen=True)
@@ -319,7 +320,7 @@ class CachedDraft:
         )
 
     def fits(self, request: SlateQuery) -> bool:
-        """Returns whether a plain request on the same root equals the draft's request."""
+        """Returns whether a plain request on the same prefix equals the draft's request."""
         return (
             self.trie() is request.trie
             and (self.width, self.k) == (request.width, request.k)

@@ -52,7 +52,7 @@ class TextScoreStrategy(OneRoundStrategy):
 
 
 def propose_texts(requests: Seq[TextScoreQuery], device: torch.device) -> Draft:
-    """Returns one isolated branch per text, which attends to the root and to itself."""
+    """Returns one isolated branch per text, which attends to the prefix and to itself."""
     trees = [root_branch(torch.from_numpy(r.tokens), torch.from_numpy(r.offsets)) for r in requests]
     tree = merge(trees).to(device)
     return Draft(tree, NodeInputs(tree.tokens))

@@ -105,7 +105,7 @@ class PendingTexts(Pending[TextResponse]):
         """Returns the token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
         # Copies share their prompt, so only the first text of each prompt counts.
-        cached = sum(stream.timing.root_cached for stream in self.streams[:: self.plan.copies])
+        cached = sum(stream.timing.prefix_cached for stream in self.streams[:: self.plan.copies])
         prompts = sum(len(prompt.tokens) for prompt in self.plan.prompts)
         return Usage(
             prompt_tokens=prompts,

@@ -199,7 +199,7 @@ class TextScores:
                 prompt_tokens=num_tokens,
                 completion_tokens=0,
                 total_tokens=num_tokens,
-                prompt_tokens_details=PromptDetails(results[0].timing.root_cached),
+                prompt_tokens_details=PromptDetails(results[0].timing.prefix_cached),
             )
             values = np.concatenate([r.values for r in results]).astype(np.float64)
             return respond(values[which], usage)

@@ -23,7 +23,7 @@ from torch import Tensor
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.drafters.block import Block
 from recserve.models.drafters.block_files import load_block
@@ -33,7 +33,7 @@ from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, StateSpan, TextContext
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext, entries_before
 from recserve.speculation.drafters.lattice_tree import Lattice, lattice_drafts, most_candidates
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import LEAST_SCALE, DraftedTexts, noisy_logits
@@ -144,7 +144,6 @@ class BlockDrafter(Drafter):
         positions = []
         for part in parts:
             first, stop = part.first, part.first + part.states.shape[0]
-            assert part.context.slots is not None
             slots.append(part.context.slots[first + 1 : stop + 1])
             positions.append(torch.arange(first, stop, device=device))
             self._texts[part.context.id] = stop + 1
@@ -182,8 +181,8 @@ class BlockDrafter(Drafter):
             anchors=on_device([context.tokens[-1] for context in contexts], device),
             drawn=DraftedTexts.of(contexts, device),
         )
-        roots = tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None)
-        outputs = self.outputs(texts.anchors, roots)[:, : max(depth, 1)]
+        known = entries_before(contexts, [len(context.tokens) - 1 for context in contexts])
+        outputs = self.outputs(texts.anchors, known)[:, : max(depth, 1)]
         logits = self.network.logits(outputs, self.target)
         if self.network.config.markov is not None:
             return self._markov_lattice(outputs, logits, texts)
@@ -197,14 +196,14 @@ class BlockDrafter(Drafter):
         pairs = self._scaled(contexts_of, selector.successors, ranked, texts)
         return Lattice(tokens, pairs.log_softmax(-1))
 
-    def outputs(self, anchors: Tensor, roots: tuple[Tensor, ...]) -> Tensor:
+    def outputs(self, anchors: Tensor, known: Prefixes) -> Tensor:
         """Returns the network's outputs [B, K, E] for one block per text.
 
         Args:
             anchors: [B] last committed tokens.
-            roots: Slots of the entries of each text, one for each position before the anchor.
+            known: Where the entries of each text lie, one for each position before the anchor.
         """
-        config, count = self.network.config, len(roots)
+        config, count = self.network.config, len(known)
         size = config.block_size
         index = torch.arange(count * size, device=anchors.device)
         depths = index % size
@@ -222,12 +221,11 @@ class BlockDrafter(Drafter):
         attends = {}
         for causal, window in set(kinds):
             shared = None if causal else torch.full_like(anchors, size)
-            seen = tuple(root[-(window - 1) :] for root in roots) if window else roots
+            seen = known.last(window - 1) if window else known
             batch = TreeBatch(replace(chains, shared=shared), None, slots, seen, [size] * count)
             attends[causal, window] = PagedAttention(batch, self.pool)
         rows = self.network.embed(anchors, self.target).flatten(0, 1)
-        starts = on_device([root.shape[0] for root in roots], anchors.device)
-        positions = starts.repeat_interleave(size) + depths
+        positions = known.lengths.repeat_interleave(size) + depths
         outputs: Tensor = self.network(rows, positions, [attends[kind] for kind in kinds])
         return outputs.view(count, -1, outputs.shape[-1])
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
 
@@ -28,13 +28,13 @@ class Chains:
         tokens: [n] int64 new tokens.
         slots: [n] int64 slots for their keys and values.
         lengths: Number of new tokens in each chain.
-        roots: Per chain, the slots [L] of the whole prefix, in order.
+        prefixes: Per chain, the slots [L] of the whole prefix, in order.
     """
 
     tokens: Tensor
     slots: Tensor
     lengths: Seq[int]
-    roots: tuple[Tensor, ...]
+    prefixes: Seq[Tensor]
 
     def tree(self) -> TokenTree:
         """Returns the chains as token trees."""
@@ -185,7 +185,7 @@ class CachedModel:
                 on_device(sum(new, []), self.device),
                 torch.cat([reading.slots[reading.num_read :] for reading in readings]),
                 lengths,
-                tuple(reading.slots[: reading.num_read] for reading in readings),
+                [reading.slots[: reading.num_read] for reading in readings],
             )
         )
         for reading in readings:
@@ -199,7 +199,7 @@ class CachedModel:
         Returns:
             [n, E] final hidden states of the new tokens.
         """
-        batch = TreeBatch(chains.tree(), None, chains.slots, chains.roots)
+        batch = TreeBatch(chains.tree(), None, chains.slots, Prefixes.of(chains.prefixes))
         attend = PagedAttention(batch, self.pool)
         hidden: Tensor = self.model(chains.tokens, batch.positions(), attend)
         return hidden

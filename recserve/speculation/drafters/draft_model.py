@@ -183,9 +183,9 @@ class ModelDrafter(Drafter):
             [readings[owner].nodes[node] for owner, node in zip(owners, nodes, strict=True)],
             tokens.device,
         )
-        roots = tuple(frontier.paths[level.parents[k]] for k in level.inner)
-        hidden = self._cache.read(Chains(tokens[inner], slots, [1] * len(owners), roots))
-        paths = [torch.cat([root, slots[i : i + 1]]) for i, root in enumerate(roots)]
+        prefixes = [frontier.paths[level.parents[k]] for k in level.inner]
+        hidden = self._cache.read(Chains(tokens[inner], slots, [1] * len(owners), prefixes))
+        paths = [torch.cat([prefix, slots[i : i + 1]]) for i, prefix in enumerate(prefixes)]
         return _Frontier(hidden, owners, nodes, paths)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain, merge
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.drafters.eagle_files import load_eagle
 from recserve.models.drafters.eagle_questions import eagle_questions
 from recserve.models.drafters.feature_network import FeatureNetwork, MaskRow
@@ -35,7 +35,7 @@ from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, StateSpan, TextContext
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext, entries_before
 from recserve.speculation.drafters.layer_views import attend_committed, attend_drafted
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import DraftedTexts, likeliest
@@ -54,12 +54,12 @@ class _Texts:
 
     Attributes:
         drawn: How they draw.
-        roots: Slots of the drafter's entries of each text.
+        prefixes: Where the drafter's entries of each text lie.
         outputs: [B, E] the network's outputs at the last committed tokens.
     """
 
     drawn: DraftedTexts
-    roots: tuple[Tensor, ...]
+    prefixes: Prefixes
     outputs: Tensor
 
 
@@ -141,20 +141,19 @@ class EagleDrafter(Drafter):
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed tokens from the target's states before them."""
-        tokens, slots, roots, trees, before, ends = [], [], [], [], [], []
+        tokens, slots, trees, before, ends = [], [], [], [], []
         device, stop = self.pool.keys.device, 0
         for part in parts:
             first, size, own = part.first, part.states.shape[0], part.context.slots
-            assert own is not None
             tokens.append(on_device(part.context.tokens[first + 1 : first + 1 + size], device))
             trees.append(chain(tokens[-1]))
             slots.append(own[first + 1 : first + 1 + size])
-            roots.append(own[1 : first + 1])
             length, last = self._outputs.get(part.context.id, (0, None))
             before.append((stop, last if length == first + 1 else None))
             stop += size
             ends.append(stop - 1)
-        batch = TreeBatch(merge(trees), None, torch.cat(slots), tuple(roots))
+        prefixes = entries_before([part.context for part in parts], [part.first for part in parts])
+        batch = TreeBatch(merge(trees), None, torch.cat(slots), prefixes)
         outputs = self.network.committed(
             torch.cat([part.states for part in parts]),
             before,
@@ -221,13 +220,13 @@ class EagleDrafter(Drafter):
     def _packed(self, contexts: Seq[TextContext]) -> _Texts:
         return _Texts(
             drawn=DraftedTexts.of(contexts, self.pool.keys.device),
-            roots=tuple(c.slots[1 : len(c.tokens)] for c in contexts if c.slots is not None),
+            prefixes=entries_before(contexts, [len(context.tokens) - 1 for context in contexts]),
             outputs=torch.stack([self._outputs[context.id][1] for context in contexts]),
         )
 
     def _grown(self, texts: _Texts, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
         """Expands trees level by level."""
-        tree = ScoreTree(len(texts.roots), width, depth, self.pool.keys.device, shape)
+        tree = ScoreTree(len(texts.prefixes), width, depth, self.pool.keys.device, shape)
         outputs = texts.outputs[:, None]
         parents = tree.grow(*self._children(outputs, texts, 0, width))
         mask = self.network.mask_row(self.target) if depth > 1 else None
@@ -239,7 +238,7 @@ class EagleDrafter(Drafter):
                 features = outputs.gather(1, places).flatten(0, 1)
                 embedded = self.network.embed(tree.frontier_tokens.flatten(), self.target)
                 computed = self._run(features, embedded, batch)
-                outputs = computed.view(len(texts.roots), -1, computed.shape[-1])
+                outputs = computed.view(len(texts.prefixes), -1, computed.shape[-1])
                 tokens, logprobs = self._children(outputs, texts, level, width)
             else:
                 found = self._children(ahead[:, level - 1 : level], texts, level, width)
@@ -249,12 +248,12 @@ class EagleDrafter(Drafter):
 
     def _all_levels(self, mask: MaskRow, texts: _Texts, depth: int) -> Tensor:
         """Returns the outputs [B, depth - 1, E] of P-EAGLE's rows below the committed tokens."""
-        device, count, rows = self.pool.keys.device, len(texts.roots), depth - 1
+        device, count, rows = self.pool.keys.device, len(texts.prefixes), depth - 1
         chains = merge([chain(torch.zeros(rows, dtype=torch.int64, device=device))] * count)
         first = self.pool.spare_slot + self.pool.page_size
         slots = torch.arange(first, first + count * rows, device=device)
         features, embedded = (x.expand(count * rows, -1) for x in (mask.feature, mask.embedded))
-        outputs = self._run(features, embedded, TreeBatch(chains, None, slots, texts.roots))
+        outputs = self._run(features, embedded, TreeBatch(chains, None, slots, texts.prefixes))
         return outputs.view(count, rows, -1)
 
     def _run(self, features: Tensor, embedded: Tensor, batch: TreeBatch) -> Tensor:
@@ -268,7 +267,7 @@ class EagleDrafter(Drafter):
         base = self.pool.spare_slot + self.pool.page_size
         slots = base + order.numbers + order.texts * (tree.num_parents * tree.depth)
         counts = [tree.frontier_tokens.shape[1]] * tree.num_texts
-        return TreeBatch(nodes, queries, slots, texts.roots, counts)
+        return TreeBatch(nodes, queries, slots, texts.prefixes, counts)
 
     def _children(
         self, outputs: Tensor, texts: _Texts, level: int, width: int

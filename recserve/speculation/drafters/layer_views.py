@@ -11,12 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.attention import LayeredAttention, PagedAttention
 from recserve.models.drafters.feature_network import LayerView
 from recserve.speculation.drafter import StateSpan
@@ -28,7 +27,7 @@ def attend_committed(
     """Returns the attention of committed rows.
 
     Args:
-        batch: One chain for each part, with all rows before it as its root.
+        batch: One chain for each part, with all rows before it as its prefix.
         parts: The rows that are computed.
         views: What each layer sees. Empty if all layers see everything.
         pool: Pages of the network.
@@ -40,7 +39,7 @@ def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> Pag
     """Returns the attention of drafted rows.
 
     Args:
-        batch: Drafted trees, with all committed rows of their texts as roots.
+        batch: Drafted trees, with all committed rows of their texts as prefixes.
         views: What each layer sees. Empty if all layers see everything.
         pool: Pages of the network.
     """
@@ -60,24 +59,26 @@ def _committed(batch: TreeBatch, parts: Seq[StateSpan], view: LayerView) -> Tree
     """Returns the batch of committed rows for a view.
 
     Rows that see the same first row are one chain. A row behind a window is a tree of its own. Its
-    root may hold rows of this batch, because all of them are written before attention reads.
+    prefix may hold rows of this batch, because all of them are written before attention reads.
     """
-    sizes: list[int] = []
-    roots: list[Tensor] = []
+    table, sizes, starts, lengths = batch.prefixes.slots, list[int](), list[int](), list[int]()
     for part in parts:
-        own, start, stop = part.context.slots, part.first, part.first + part.states.shape[0]
-        assert own is not None
+        start, stop = part.first, part.first + part.states.shape[0]
+        own = part.context.row * table.shape[1] + 1  # place of row 0
         cut = view.first + view.window if view.window else stop  # first row behind a window
         unseen = (start, min(stop, view.first), 0)
         seen = (max(start, view.first), min(stop, cut), view.first)
         for first, end, below in (unseen, seen):
             if first < end:
                 sizes.append(end - first)
-                roots.append(own[1 + below : first + 1])
+                starts.append(own + below)
+                lengths.append(first - below)
         for row in range(max(start, cut), stop):
             sizes.append(1)
-            roots.append(own[row - view.window + 2 : row + 1])
-    return TreeBatch(_chains(sizes, batch.slots.device), None, batch.slots, tuple(roots))
+            starts.append(own + row - view.window + 1)
+            lengths.append(view.window - 1)
+    prefixes = Prefixes(table, starts, lengths)
+    return TreeBatch(_chains(sizes, batch.slots.device), None, batch.slots, prefixes)
 
 
 def _chains(sizes: list[int], device: torch.device) -> TokenTree:
@@ -98,15 +99,13 @@ def _chains(sizes: list[int], device: torch.device) -> TokenTree:
 
 def _drafted(batch: TreeBatch, view: LayerView) -> TreeBatch:
     """Returns the batch of drafted rows for a view."""
-    assert isinstance(batch.prefix_slots, tuple)
-    roots = tuple(root[view.first :] for root in batch.prefix_slots)
+    prefixes = batch.prefixes.after(view.first)
     if not view.window:
-        return replace(batch, prefix_slots=roots)
+        return replace(batch, prefixes=prefixes)
     if not view.moves:
-        return replace(batch, prefix_slots=tuple(root[-view.window :] for root in roots))
-    # A row at depth d sees the last W - 1 - d committed rows: the first ones of a reversed root.
-    roots = tuple(root.flip(0)[: view.window - 1] for root in roots)
-    lengths = on_device([root.shape[0] for root in roots], batch.slots.device)
+        return replace(batch, prefixes=prefixes.last(view.window))
+    # A row at depth d sees the last W - 1 - d committed rows: the first ones in reverse order.
+    prefixes = prefixes.last(view.window - 1).reversed()
     limits = (view.window - 1 - batch.tree.depths).clamp(min=0)
-    limits = limits.minimum(lengths[batch.tree.tree_ids()])
-    return replace(batch, tree=replace(batch.tree, prefix_limits=limits), prefix_slots=roots)
+    limits = limits.minimum(prefixes.lengths[batch.tree.tree_ids()])
+    return replace(batch, tree=replace(batch.tree, prefix_limits=limits), prefixes=prefixes)

@@ -31,7 +31,7 @@ from recserve.models.drafters.specformer_questions import specformer_questions
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, StateSpan, TextContext
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext, entries_before
 from recserve.speculation.drafters.lattice_tree import Lattice, lattice_drafts, most_candidates
 from recserve.speculation.drafters.limits import allowed, only_chains
 from recserve.speculation.drafters.noisy import DraftedTexts, RankedColumns, likeliest
@@ -124,17 +124,16 @@ class SpecformerDrafter(Drafter):
 
         The entry of position p lies in the slot of p + 1, as the protocol requires.
         """
-        slots, roots, trees, ends = [], [], [], []
+        slots, trees, ends = [], [], []
         device, stop = self.pool.keys.device, 0
         for part in parts:
             first, size, own = part.first, part.states.shape[0], part.context.slots
-            assert own is not None
             slots.append(own[first + 1 : first + 1 + size])
-            roots.append(own[1 : first + 1])
             trees.append(chain(slots[-1]))  # only the shape of these trees is read
             stop += size
             ends.append(stop - 1)
-        batch = TreeBatch(merge(trees), None, torch.cat(slots), tuple(roots))
+        prefixes = entries_before([part.context for part in parts], [part.first for part in parts])
+        batch = TreeBatch(merge(trees), None, torch.cat(slots), prefixes)
         outputs = self.network.context(
             torch.cat([part.states for part in parts]),
             batch.positions(),

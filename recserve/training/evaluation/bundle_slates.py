@@ -51,10 +51,10 @@ class BundleSlates:
         heads = load_heads(bundle, model)
         trie = build_trie(codes, model.config.codebook_sizes).to(place)
         slates = Slates(model, trie, catalog.semantic_ids.codes, heads, item_index(model, heads))
-        slates.engine.record(trie)
+        slates.engine.capture(trie)
         graph = load_item_graph(bundle, place)
         saved_graph = graph is not None
-        if graph is None and "rpg" in slates.engine.strategies:
+        if graph is None and "rpg" in slates.engine.selectable:
             graph = graph_of_links(links_of(model, catalog.semantic_ids.codes), place)
         weight = float(bundle.manifest.recommender.get("dense_weight", 0.0))
         return BundleSlates(slates, graph, weight, saved_graph)
@@ -87,7 +87,7 @@ class BundleSlates:
             BundleError: If the bundle lacks what the strategy needs.
         """
         served = "rpg" if strategy == EXHAUSTIVE else strategy
-        if served not in self.slates.engine.strategies:
+        if served not in self.slates.engine.selectable:
             raise BundleError(strategy_classes()[served].missing)
         weight = self.dense_weight if dense_weight is None else dense_weight
         return SlateOptions(

@@ -295,7 +295,7 @@ def evaluate_recommender(
 
 def auto_of_bundle(bundle: Bundle, answers: BundleSlates) -> dict[str, AutoSetting]:
     """Returns what a server with this bundle serves for `auto`; empty if nothing was chosen."""
-    there = answers.slates.engine.strategies
+    there = answers.slates.engine.selectable
     found = read_auto(bundle.manifest.recommender)
     return found if all(each.strategy in there for each in found.values()) else {}
 

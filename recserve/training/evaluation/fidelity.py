@@ -215,7 +215,7 @@ def compare_strategies(
         raise ValueError(f"k is {tuple(k)}; cut-offs lie between 1 and the beam width {width}")
     began = time.monotonic()
     answers = BundleSlates.open(bundle, device)
-    there = answers.slates.engine.strategies
+    there = answers.slates.engine.selectable
     if REFERENCE not in there:
         raise BundleError(f"{bundle.root}: this recommender cannot do beam search")
     cases = leave_one_out_cases(bundle.events(), split)

@@ -93,7 +93,7 @@ class Slates:
         tokens = self._tokens(history)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
         return SlateQuery(
-            root=Prefix(inputs, tokens),
+            prefix=Prefix(inputs, tokens),
             trie=self.trie,
             k=k,
             beam_width=options.width,

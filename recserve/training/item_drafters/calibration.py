@@ -59,7 +59,7 @@ def calibrate(
             if found and found[-1].margin and found[-1].proved >= SUFFICIENT_SHARE:
                 break
             plan = DraftPlan(margin, 0.0, 0.0, 1.0)
-            slates.engine.offer(
+            slates.engine.add_strategy(
                 "speculative", SpeculativeStrategy(target, head, plan, caches=False)
             )
             found.append(_measure_plan(plan, slates, cases, width, k))

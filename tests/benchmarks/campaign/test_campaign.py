@@ -149,6 +149,7 @@ def test_time_of_an_earlier_part_counts():
     assert given == [40]
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_or_dies_is_ended_with_its_processes(tmp_path):
     started = tmp_path / "started"
 

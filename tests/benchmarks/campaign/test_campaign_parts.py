@@ -62,6 +62,7 @@ def asked(port, timeout):
         return type(error).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, expected",
     [
@@ -103,6 +104,7 @@ def test_drawn_bodies_follow_their_schemas(document):
             check.validate(source.value(operation.body))
 
 
+@pytest.mark.slow
 def test_drawn_requests_are_of_every_kind(document):
     source = RequestSource(document, ("item000001",), 0)
     drawn = [source.request(one) for _ in range(40) for one in source.operations]

@@ -10,9 +10,9 @@ import torch
 from benchmarks.campaign.checks.redis_faults import Loop, lost_events
 from benchmarks.campaign.checks.security import learned_drafts
 from benchmarks.campaign.site import KEY, LLM_NAME, OTHER_KEY
+from recserve.engine import text_scheduler
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.text import scheduler
-from recserve.engine.text.sequence import context_of
+from recserve.engine.text_sequence import context_of
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.grids import chosen
@@ -20,6 +20,7 @@ from tests.support.live_server import live
 from tests.support.tiny_llm import tiny_llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("salted", chosen((True, False), "False"))
 def test_r23_finds_drafts_that_one_key_learned_from_another(tmp_path, monkeypatch, salted):
     text = load_text(TextSettings(tiny_llm(tmp_path / LLM_NAME)), torch.device("cpu"))
@@ -28,7 +29,7 @@ def test_r23_finds_drafts_that_one_key_learned_from_another(tmp_path, monkeypatc
         def without_salt(request, number):
             return context_of(replace(request, salt=b""), number)
 
-        monkeypatch.setattr(scheduler, "context_of", without_salt)
+        monkeypatch.setattr(text_scheduler, "context_of", without_salt)
     with live(
         Service.of_text(text, EngineConfig(load_aware=False)), api_keys=(KEY, OTHER_KEY)
     ) as client:

@@ -3,9 +3,7 @@
 import pytest
 
 from benchmarks.gpu import engine as checks
-from recserve.engine.items import beam_search_graph
-from recserve.engine.runtime import cuda_graphs
-from recserve.engine.text import text_step_graph
+from recserve.engine import beam_search_graph, capture, text_step_graph
 
 
 @pytest.mark.parametrize(
@@ -16,7 +14,7 @@ def test_checks_capture_nothing(name, monkeypatch):
     def recorder():
         raise AssertionError("a check captures CUDA graphs")
 
-    for module in (cuda_graphs, text_step_graph, beam_search_graph):
+    for module in (capture, text_step_graph, beam_search_graph):
         monkeypatch.setattr(module, "is_cuda", lambda device: True)
         monkeypatch.setattr(module, "CudaRecorder", recorder)
     tasks = {task.name: task for task in checks.engine_checks("cpu", smoke=True)}

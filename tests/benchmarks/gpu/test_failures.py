@@ -13,8 +13,8 @@ from benchmarks.kernels.attention_rows import FLEX_SHAPES
 from benchmarks.support import timing
 from benchmarks.support.failures import attempted, complaints, once
 from benchmarks.support.timing import Deadline
-from recserve.engine.items.beam_search_graph import BeamSearchGraphs
-from recserve.engine.text.text_step_graph import TextStepGraphs
+from recserve.engine.beam_search_graph import BeamSearchGraphs
+from recserve.engine.text_step_graph import TextStepGraphs
 
 pytestmark = pytest.mark.slow
 

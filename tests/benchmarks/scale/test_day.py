@@ -25,6 +25,7 @@ def expected_requests(hours):
     return sum(SMALL.rate(t) * 60 for t in steps) / FEWEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("affinity", [True, False])
 def test_replicas_get_their_share_of_the_requests(affinity):
     """Sessions of eight requests vary more than single requests; the bound is six deviations."""

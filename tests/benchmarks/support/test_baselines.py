@@ -76,6 +76,7 @@ def rows_of(model: Recommender, sequences: torch.Tensor) -> list[int]:
     return [rows[tuple(tokens)] for tokens in sequences.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 5, 20])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):
@@ -87,7 +88,7 @@ def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):
         allowed = allowed_tokens(trie, model.config.level_offsets, len(root.inputs))
         expected, scores = generate(theirs, root, beams, prefix_allowed_tokens_fn=allowed)
         for _ in ("cold", "cached"):
-            slate = engine.run(SlateQuery(root=root, trie=trie, k=beams, beam_width=beams))
+            slate = engine.run(SlateQuery(prefix=root, trie=trie, k=beams, beam_width=beams))
             assert slate.rows.tolist() == rows_of(model, expected)
             np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)
 
@@ -101,7 +102,7 @@ def test_beam_search_over_children_equals_generate_with_a_processor(beams):
         root = history(model, events, events)
         processor = TrieProcessor(trie, model.config.level_offsets, len(root.inputs), True)
         expected, scores = generate(theirs, root, beams, logits_processor=[processor])
-        slate = engine.run(SlateQuery(root=root, trie=trie, k=beams, beam_width=beams))
+        slate = engine.run(SlateQuery(prefix=root, trie=trie, k=beams, beam_width=beams))
         assert slate.rows.tolist() == rows_of(model, expected)
         np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)
 

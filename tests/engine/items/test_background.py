@@ -29,7 +29,7 @@ def warm(model, number, length=9):
 def test_a_live_request_goes_first():
     """Background work stands still while an item request runs, and goes on afterwards."""
     engine, model, trie = make_engine()
-    queries = SlateQuery(root=draw_root(model, 9, 5), trie=trie, k=5, beam_width=20)
+    queries = SlateQuery(prefix=draw_root(model, 9, 5), trie=trie, k=5, beam_width=20)
     behind = [engine.submit(warm(model, number)) for number in range(3)]
     live = engine.submit(queries)
     while not live.done():
@@ -45,9 +45,12 @@ def test_a_warmed_root_is_not_computed_again():
     engine, model, trie = make_engine()
     request = warm(model, 0)
     made, again = engine.run(request), engine.run(request)
-    assert made.timing.root_computed == len(request.root.inputs) and again.timing.root_computed == 0
-    slate = engine.run(SlateQuery(root=request.root, trie=trie, k=5, beam_width=20))
-    assert slate.timing.root_computed == 0
+    assert (
+        made.timing.prefix_computed == len(request.prefix.inputs)
+        and again.timing.prefix_computed == 0
+    )
+    slate = engine.run(SlateQuery(prefix=request.prefix, trie=trie, k=5, beam_width=20))
+    assert slate.timing.prefix_computed == 0
 
 
 def test_one_at_a_time_is_begun():
@@ -68,7 +71,7 @@ def test_the_background_fills_its_own_queue_and_is_dropped_when_too_late():
     with pytest.raises(QueueFull):
         engine.submit(warm(model, 2))
     assert engine.stats().queue_depth == 0 and engine.stats().background == 2
-    live = engine.submit(SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=5, beam_width=9))
+    live = engine.submit(SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=5, beam_width=9))
     while engine.step():
         pass
     assert live.result().rows.size == 5 and isinstance(behind[1].result(), Prewarmed)
@@ -79,7 +82,7 @@ def test_the_background_fills_its_own_queue_and_is_dropped_when_too_late():
 def test_a_closing_engine_does_not_finish_its_background():
     engine, model, trie = make_engine()
     behind = [engine.submit(warm(model, number)) for number in range(4)]
-    live = engine.submit(SlateQuery(root=draw_root(model, 9, 0), trie=trie, k=5, beam_width=9))
+    live = engine.submit(SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=5, beam_width=9))
     with engine.held():
         engine.start()
         engine._closing = True
@@ -93,8 +96,8 @@ def test_a_cancelled_prefill_leaves_no_page_behind():
     request = warm(model, 0)
     future = engine.submit(request)
     future.cancel()
-    engine.forget(PrefixKeys(request.root.keys))
+    engine.forget(PrefixKeys(request.prefix.keys))
     while engine.step():
         pass
-    assert scheduler.kv.prefixes.match(PrefixKeys(request.root.keys))[1] == 0
+    assert scheduler.kv.prefixes.match(PrefixKeys(request.prefix.keys))[1] == 0
     assert scheduler.kv.allocator.num_free == scheduler.kv.allocator.num_pages

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recserve.engine.runtime import cuda_graphs
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine import capture
+from recserve.engine.capture import (
     WARM_UP,
     CapturedGraph,
     CaptureLimits,
@@ -180,7 +180,7 @@ def test_compilation_does_not_count_as_capture(calls, monkeypatch):
     """Each first warm-up takes 30 s of compiling, everything else a second a run."""
     now, seen = [0.0], set()
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
-    monkeypatch.setattr(cuda_graphs, "time", clock)
+    monkeypatch.setattr(capture, "time", clock)
 
     class Step(CapturedGraph):
         def __init__(self, bucket):

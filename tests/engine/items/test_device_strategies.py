@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.device_worlds import assert_same, ranking, recommending
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.pretend_cuda import PretendCuda
 
 RECOMMEND = ("beam", "speculative", "nezha", "rpg", "dense", "likelihood")
@@ -18,7 +18,7 @@ def plain_kernels(force_kernels):
     force_kernels("torch")
 
 
-@pytest.mark.parametrize("strategy,form", covering((*RECOMMEND, "warm"), tuple(HOW)))
+@pytest.mark.parametrize("strategy,form", thin(covering((*RECOMMEND, "warm"), tuple(HOW)), 2))
 def test_recommendations_are_the_cpu_s(strategy, form):
     """Cold and warm, in every way of asking."""
     here = recommending("cpu", form)

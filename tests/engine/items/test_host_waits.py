@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.device_worlds import ranking, recommending
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.host_waits import RANK, WAITS, assert_waits
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recorded_searches import with_searches
@@ -22,7 +22,9 @@ def plain_kernels(force_kernels):
     force_kernels("torch")
 
 
-@pytest.mark.parametrize("strategy,variant", covering(tuple(WAITS), ("plain", "filters", "live")))
+@pytest.mark.parametrize(
+    "strategy,variant", thin(covering(tuple(WAITS), ("plain", "filters", "live")), 2)
+)
 def test_recommendations(strategy, variant):
     """The same for one request and for several, with and without filters and new items."""
     with PretendCuda() as device:
@@ -31,7 +33,7 @@ def test_recommendations(strategy, variant):
 
 
 @pytest.mark.parametrize(
-    "strategy,variant", covering(("beam", "nezha"), ("plain", "filters", "live"))
+    "strategy,variant", thin(covering(("beam", "nezha"), ("plain", "filters", "live")), 2)
 )
 def test_recorded_searches(strategy, variant):
     with PretendCuda() as device:

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from recserve.engine.items.beam_search_graph import SearchShape
+from recserve.engine.beam_search_graph import SearchShape
 from recserve.kernels.attention import attention
 from recserve.kernels.layers import operators
-from recserve.kernels.tree_batch import PrefixTable
 from recserve.kernels.trie import level_search
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.device_worlds import recommending
@@ -29,7 +28,7 @@ def test_kernels_find_what_the_twins_find(variant, monkeypatch, force_kernels):
     launched, levels = [], []
 
     def kernel_attention(batch, *rest):
-        if not isinstance(batch.prefix_slots, PrefixTable):
+        if not batch.fixed_shapes:
             return stock(batch, *rest)
         launched.append(batch.num_queries)
         return triton_attention.TritonTreeAttention(batch, *rest)

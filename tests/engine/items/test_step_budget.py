@@ -42,7 +42,7 @@ class Bounded:
 def slates(world: Bounded, strategy: str) -> list[SlateQuery]:
     return [
         SlateQuery(
-            root=draw_root(world.model, events, seed),
+            prefix=draw_root(world.model, events, seed),
             trie=world.trie,
             k=5,
             beam_width=20,

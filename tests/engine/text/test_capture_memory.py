@@ -6,8 +6,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.text_step_graph import TABLES, GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_step_graph import TABLES, StepShape, TextStepGraphs, TextStepLimits
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.cache import moves
 from recserve.speculation.drafters.none import NoDrafter
@@ -53,10 +53,12 @@ def test_what_is_too_large_is_launched_and_the_rest_recorded():
     """Smaller steps of every kind, though they come after it."""
     vocabulary, small = 500, StepShape(16, 4, 8)
     model = drawn_language_model(64, 1, vocabulary, torch.float32)
-    runner = engine_for(model).schedulers["text"].runner
+    scheduler = engine_for(model).schedulers["text"]
     between = int(4 * TABLES * vocabulary * (SHAPE.nodes - 1))
-    limits = GraphLimits((small, SHAPE), seconds=float("inf"), bytes=between)
-    graphs = TextStepGraphs(runner, model, 8, limits, EagerRecorder(), drafters={"drawn": Draws()})
+    limits = TextStepLimits((small, SHAPE), seconds=float("inf"), bytes=between)
+    graphs = TextStepGraphs(
+        scheduler.runner, scheduler.kv, model, limits, EagerRecorder(), {"drawn": Draws()}
+    )
     large = {f"40x4{kind}" for kind in ("+", " rejection", "+ rejection", "+ mixed")}
     assert set(graphs.missing) == large
     made = {graph.bucket.name for graph in graphs.captured}
@@ -82,9 +84,11 @@ def test_a_step_holds_so_many_tables(monkeypatch):
             tables.append(peak.bytes / (4 * SHAPE.nodes * vocabulary))
             return step
 
-    runner = engine_for(model).schedulers["text"].runner
-    limits = GraphLimits((SHAPE,), seconds=float("inf"))
-    graphs = TextStepGraphs(runner, model, 8, limits, Measured(), drafters={"drawn": Draws()})
+    scheduler = engine_for(model).schedulers["text"]
+    limits = TextStepLimits((SHAPE,), seconds=float("inf"))
+    graphs = TextStepGraphs(
+        scheduler.runner, scheduler.kv, model, limits, Measured(), {"drawn": Draws()}
+    )
     found = dict(zip(["plain", "+", "rejection", "+ rejection", "+ mixed"], tables, strict=True))
     assert not graphs.missing
     assert found["plain"] == 1.0 and 1.0 < found["rejection"] < TABLES

@@ -12,6 +12,7 @@ from tests.support.device_worlds import (
     text_scores,
     texts,
 )
+from tests.support.grids import sampled
 from tests.support.pretend_cuda import PretendCuda
 
 DRAFTERS = (
@@ -37,19 +38,13 @@ def both(names, requests, pages=200):
     assert uploads == 0, table  # the first run makes constants of the drafter
 
 
-# Greedy texts upload least, so the other drafters draw.
-SHOWN = {
-    "none": ("everything",), "medusa": ("greedy",), "draft_model": ("hot",),
-}  # fmt: skip
+# Greedy texts upload least, so the others draw.
+SHOWN = ("none-everything", "medusa-greedy")
 
 
 @pytest.mark.parametrize(
     "drafter,parameters",
-    [
-        pytest.param(name, own, marks=() if own in SHOWN.get(name, ()) else pytest.mark.slow)
-        for name in DRAFTERS
-        for own in TEXT_PARAMETERS
-    ],
+    sampled(DRAFTERS, tuple(TEXT_PARAMETERS), default=SHOWN),
 )
 def test_texts_are_the_cpu_s(drafter, parameters):
     names = () if drafter == "none" else (drafter,)
@@ -78,6 +73,7 @@ def test_rules_decide_as_on_the_cpu(drafter, rule):
     both((drafter,), texts(drafter, rule, "truncated"))
 
 
+@pytest.mark.slow
 def test_preempted_texts_resume():
     both(("suffix",), texts("suffix", "sample", "hot", count=5), pages=14)
 

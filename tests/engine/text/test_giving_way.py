@@ -10,14 +10,14 @@ import torch
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Prefix, PromptQuery
+from recserve.engine import request_queue
+from recserve.engine import scheduler as scheduler_module
 from recserve.engine.engine import Engine
-from recserve.engine.runtime import request_queue
-from recserve.engine.runtime import scheduler as scheduler_module
-from recserve.engine.text.sequence import TextSequence
+from recserve.engine.text_sequence import TextSequence
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.grids import chosen
+from tests.support.grids import chosen, sampled
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import (
     MAKERS,
@@ -34,13 +34,11 @@ from tests.support.text_plain import TableDrafter, plain
 @pytest.fixture(autouse=True)
 def slow_turns(monkeypatch):
     """Later groups of a body stay behind other bodies, however slowly the test runs."""
-    monkeypatch.setattr(scheduler_module, "TURN_S", 1e6)
+    monkeypatch.setattr(scheduler_module, "GROUP_DELAY_S", 1e6)
 
 
-# Drafters and parameters that run by default; the others are slow.
-SHOWN = {
-    "none": "warm", "draft_model": "frequency", "mask_tokens": "everything",
-}  # fmt: skip
+# Drafters and parameters that run by default.
+SHOWN = ("none-warm", "draft_model-frequency", "mask_tokens-everything")
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +149,7 @@ def disturb(engine: Engine, name: str, parameters: str) -> None:
 
 @pytest.mark.parametrize(
     "name,parameters",
-    [
-        pytest.param(name, own, marks=() if SHOWN.get(name) == own else pytest.mark.slow)
-        for name in ("none", *MAKERS)
-        for own in ("warm", "everything", "frequency")
-    ],
+    sampled(("none", *MAKERS), ("warm", "everything", "frequency"), default=SHOWN),
 )
 def test_texts_that_give_way_stay_the_same(name, parameters, model):
     """Texts of a body give way in their prompts and between tokens, again and again."""

@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.cli import doctor
-from recserve.engine.items.beam_search_graph import SearchShape
-from recserve.engine.text.text_step_graph import StepShape
+from recserve.engine.beam_search_graph import SearchShape
+from recserve.engine.text_step_graph import StepShape
 from recserve.metrics import Metrics
 from recserve.service.service import gauges_of
 from recserve.speculation.completion import TextQuery
@@ -44,24 +44,12 @@ def engine():
 
 def test_steps_are_counted_by_what_became_of_them(engine):
     counts = dict(engine.stats().graph_steps)
-    assert counts["rows"] == 0
     assert all(counts[name] > 0 for name in ("replayed", "prompt", "drawn", "parameters", "size"))
     before = counts
     engine.run(TextQuery(prompts(8)[2], SamplingParams(max_tokens=3)))
     counts = engine.stats().graph_steps
     gained = {name: counts[name] - before[name] for name in counts}
     assert gained.pop("replayed") + gained.pop("prompt") == 3 and not any(gained.values())
-
-
-def test_a_row_that_is_not_there_is_counted(engine):
-    rows = engine.schedulers["text"].graphs.rows
-    kept, rows._free = rows._free, []
-    before = engine.stats().graph_steps["rows"]
-    try:
-        engine.run(TextQuery(prompts(8)[5], SamplingParams(max_tokens=3)))
-    finally:
-        rows._free = kept
-    assert engine.stats().graph_steps["rows"] > before
 
 
 def test_metrics_name_the_buckets(engine):
@@ -77,7 +65,7 @@ def test_metrics_name_the_buckets(engine):
     assert set(found["recserve_graph_record_seconds"]) == buckets
     assert set(found["recserve_graph_record_bytes"]) == buckets
     assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
-    results = ("replayed", "prompt", "drawn", "parameters", "size", "rows", "rule")
+    results = ("replayed", "prompt", "drawn", "parameters", "size", "rule")
     assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
 
 

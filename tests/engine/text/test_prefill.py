@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from recserve.engine.text.limits import TextLimits
-from recserve.engine.text.prefill import shared_rows
+from recserve.engine.text_scheduler import TextLimits, shared_rows
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for
@@ -52,8 +51,8 @@ def test_copies_of_a_prompt_compute_it_once(model):
     answers = engine.run_many([TextQuery(LONG, p) for p in params])
     assert [a.tokens.tolist() for a in answers] == wanted
     assert rows == [29 + 1, 1 + 3, 4, 4, 4, 4, 3]
-    assert [a.timing.root_cached for a in answers] == [0, 29, 29, 29]
-    assert [a.timing.root_computed for a in answers] == [29, 0, 0, 0]
+    assert [a.timing.prefix_cached for a in answers] == [0, 29, 29, 29]
+    assert [a.timing.prefix_computed for a in answers] == [29, 0, 0, 0]
     assert_no_leak(engine)
 
 
@@ -68,7 +67,7 @@ def test_another_prompt_with_the_same_beginning_waits_for_its_pages(model):
     futures = [engine.submit(TextQuery(p, params)) for p in (LONG, other, apart)]
     assert written(engine, futures) == wanted
     assert rows == [29 + 1 + 6 + 1, (29 - 20) + 1 + 1 + 1, 3, 3, 1]
-    assert futures[1].result(0).timing.root_cached == 20
+    assert futures[1].result(0).timing.prefix_cached == 20
     assert_no_leak(engine)
 
 
@@ -147,7 +146,7 @@ def test_a_short_answer_takes_one_forward(rule, model):
     )
     for cached in (0, 29):
         answer = engine.run(TextQuery(LONG, params, Speculation("t", rule)))
-        assert answer.timing.root_cached == cached
+        assert answer.timing.prefix_cached == cached
         assert answer.counts.num_drafts >= 1
         if rule != "typical":
             assert answer.tokens.tolist() == tokens and answer.timing.forwards == 1

@@ -7,9 +7,9 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.scheduler import TextScheduler
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.medusa import MedusaDrafter
@@ -151,6 +151,7 @@ def test_a_merged_drafter_takes_its_one_source_with_heads(model):
     assert NgramDrafter().ranked_heads is None
 
 
+@pytest.mark.slow
 def test_texts_of_two_drafters_with_heads_step_without_them(model):
     drafters = {"medusa": Watched(model), "other": Watched(model)}
     engine = with_graphs(model, Counted(), SHAPES, drafters=drafters)
@@ -170,17 +171,17 @@ def test_the_host_waits_once_a_step(monkeypatch, force_kernels):
     with PretendCuda() as device:
         engine = text_engine("cuda", ["medusa"])
         scheduler = engine.schedulers["text"]
-        limits = GraphLimits((StepShape(6, 1, 3),), seconds=float("inf"))
+        limits = TextStepLimits((StepShape(6, 1, 3),), seconds=float("inf"))
         graphs = TextStepGraphs(
             scheduler.runner,
+            scheduler.kv,
             scheduler.model,
-            8,
             limits,
             EagerRecorder(),
-            drafters=engine.drafters,
+            engine.drafters,
         )
         engine.schedulers["text"] = TextScheduler(
-            scheduler.runner, scheduler.model, scheduler.limits, graphs
+            scheduler.runner, scheduler.model, scheduler.limits, graphs, kv=scheduler.kv
         )
         params = SamplingParams(1.3, max_tokens=8)
         engine.submit(TextQuery(prompts(1)[0], params, Speculation("medusa", num_tokens=3)))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from recserve.core.errors import DeadlineExceeded
-from recserve.engine.runtime.scheduler import RequestTooLarge
-from recserve.engine.text.limits import PromptTooLong
-from recserve.engine.text.sequence import TextSequence, context_of
+from recserve.engine.scheduler import RequestTooLarge
+from recserve.engine.text_scheduler import PromptTooLong
+from recserve.engine.text_sequence import TextSequence, context_of
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
@@ -231,11 +231,11 @@ def test_chunked_prefill_and_prefix_cache_change_nothing(model):
     for _ in range(2):
         answers = engine.run_many([TextQuery(long, params), TextQuery(short, params)])
         assert [a.tokens.tolist() for a in answers] == [tokens, other]
-    assert answers[0].timing.root_cached >= 36 and answers[0].timing.forwards == 10
+    assert answers[0].timing.prefix_cached >= 36 and answers[0].timing.forwards == 10
     more = np.concatenate([long, tokens[:5]])
     longer, *_ = plain(model, more.tolist(), params)
     answer = engine.run(TextQuery(more, params))
-    assert answer.tokens.tolist() == longer and answer.timing.root_cached >= 40
+    assert answer.tokens.tolist() == longer and answer.timing.prefix_cached >= 40
 
 
 def test_preemption_loses_nothing(model):

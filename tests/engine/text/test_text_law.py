@@ -83,7 +83,7 @@ class DrawingDrafter(Drafter):
         ("rejection", "chain"),
         ("block", "chain"),
         pytest.param("multi_step", "chain", marks=pytest.mark.slow),
-        ("multi_step", "independent"),
+        pytest.param("multi_step", "independent", marks=pytest.mark.slow),
         ("multi_step", "distinct"),
         ("rejection", "lying"),
     ],
@@ -139,7 +139,7 @@ def test_text_and_recommendations_share_the_engine():
     items, trie = recommender(0, "children")
     model = drawn_model(2)
     roots = [history(items, events, events) for events in (2, 5, 9)]
-    slates = [SlateQuery(root=root, trie=trie, k=5, beam_width=10) for root in roots]
+    slates = [SlateQuery(prefix=root, trie=trie, k=5, beam_width=10) for root in roots]
     random = np.random.default_rng(0)
     texts = [
         TextQuery(random.integers(0, VOCABULARY, 6), SamplingParams(seed=i, max_tokens=8))

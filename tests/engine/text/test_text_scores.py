@@ -8,11 +8,11 @@ import torch
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Prefix, PromptQuery, Scores, TextScoreQuery
+from recserve.engine import item_scheduler as scheduler_module
+from recserve.engine import scheduler as runtime_scheduler
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.items import scheduler as scheduler_module
-from recserve.engine.runtime import scheduler as runtime_scheduler
 from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def test_pages_and_prefixes_are_shared_with_the_texts_of_the_model():
     engine.run(TextQuery(np.array(prompt), SamplingParams(temperature=0, max_tokens=4)))
     request = request_of(prompt, [[1, 2], [3]], (4, 5))
     first, again = engine.run(request), engine.run(request)
-    assert first.timing.root_cached >= 20 and again.timing.root_computed == 0
+    assert first.timing.prefix_cached >= 20 and again.timing.prefix_computed == 0
     np.testing.assert_allclose(first.values, again.values, atol=2e-5)
     scheduler = engine.schedulers["text"]
     assert engine.stats().pages_total == scheduler.kv.allocator.num_pages
@@ -162,7 +162,7 @@ def test_others_are_served_between_two_steps_of_a_large_request(stepped):
 
 def test_later_groups_of_a_body_give_way_to_other_bodies(stepped, monkeypatch):
     engine, _ = stepped
-    monkeypatch.setattr(runtime_scheduler, "TURN_S", 60.0)
+    monkeypatch.setattr(runtime_scheduler, "GROUP_DELAY_S", 60.0)
     texts = [[3, 4, 5, 6]] * 32
     groups = [engine.submit(request_of([1, 2], texts, (1, 2), group)) for group in range(3)]
     engine.step()

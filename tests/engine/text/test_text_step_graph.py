@@ -8,14 +8,14 @@ because attention on a CPU reads foreign slots and weighs them by zero.
 import pytest
 import torch
 
-from recserve.engine.runtime.cuda_graphs import EagerRecorder
-from recserve.engine.text.text_step_graph import GraphLimits, StepShape, TextStepGraphs
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers import path
 from tests.support import recorder
-from tests.support.grids import chosen, covering
+from tests.support.grids import chosen, covering, thin
 from tests.support.recorded_steps import SHAPES, Counted, with_graphs
 from tests.support.text_engines import (
     PARAMETERS,
@@ -51,12 +51,7 @@ def recorded(model):
 
 @pytest.mark.parametrize(
     "kind,name",
-    [
-        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * (number % 3)])
-        for number, one in enumerate(
-            covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS))
-        )
-    ],
+    thin(covering(("none", "right", "auxiliary", "mixed"), tuple(PARAMETERS)), 3),
 )
 def test_replays_write_the_plain_text(name, kind, recorded, expected):
     """Alone, and eight together with neighbours of other parameters."""
@@ -69,7 +64,7 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
     answer = engine.run(TextQuery(prompts(8)[3], params, speculation))
     assert answer.tokens.tolist() == tokens
     # With what is left of a prompt comes its first step, which is not replayed.
-    launched = answer.timing.root_computed > 0
+    launched = answer.timing.prefix_computed > 0
     assert counted.replays - before == answer.timing.forwards - launched
     requests, wanted = among_others(name, speculation)
     before = counted.replays
@@ -79,11 +74,8 @@ def test_replays_write_the_plain_text(name, kind, recorded, expected):
     if kind == "right":
         assert sum(a.counts.num_accepted_tokens for a in answers[::2]) > 0
     assert_no_leak(engine)
-    rows = engine.schedulers["text"].graphs.rows
-    assert len(rows._free) == 64
-    # What fills a batch up is counted nowhere; what was written is.
-    assert not rows.seen[0].any() and not rows.written[0].any()
-    assert name != "everything" or rows.written.any()
+    counts = engine.schedulers["text"].graphs.token_counts
+    assert name != "everything" or counts.both[1, 1:].any()
 
 
 def test_paths_that_fork_are_moved(model, expected):
@@ -166,6 +158,7 @@ def test_preemption_keeps_rows_and_counts(model):
     assert_no_leak(engine)
 
 
+@pytest.mark.slow
 def test_packed_weights_are_replayed(expected, force_kernels):
     force_kernels("torch")
     model = drawn_model(1)
@@ -211,8 +204,8 @@ def test_no_record_is_begun_without_time_or_memory(model):
             self.bytes += 2 * 2**30
             return step
 
-    limits = GraphLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30)
-    graphs = TextStepGraphs(scheduler.runner, model, 4, limits, Large())
+    limits = TextStepLimits(SHAPES, seconds=float("inf"), bytes=2 * 2**30)
+    graphs = TextStepGraphs(scheduler.runner, scheduler.kv, model, limits, Large())
     assert [each.bytes for each in graphs.captured] == [2 * 2**30] * 2
     assert [made.bucket.name for made in graphs.captured] == ["2x1", "16x1"]
     wanted = engine.stats().unrecorded

@@ -2,11 +2,10 @@
 
 import pytest
 
-from recserve.engine.text.text_step_graph import StepShape
+from recserve.engine.text_step_graph import StepShape
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.attention import attention
 from recserve.kernels.cache import moves
-from recserve.kernels.tree_batch import PrefixTable
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -38,7 +37,7 @@ def engine():
     launched = []
 
     def kernel_attention(batch, *rest):
-        if not isinstance(batch.prefix_slots, PrefixTable):
+        if not batch.fixed_shapes:
             return stock(batch, *rest)
         launched.append(batch.tree.num_nodes)
         return triton_attention.TritonTreeAttention(batch, *rest)
@@ -53,7 +52,8 @@ def engine():
         yield model, made, launched
 
 
-@pytest.mark.parametrize("name", chosen(("warm", "everything"), "everything"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["warm", "everything"])
 def test_kernels_write_the_plain_text(name, engine):
     """Trees with wrong siblings, alone, and three together with other parameters."""
     model, made, launched = engine

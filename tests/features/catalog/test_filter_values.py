@@ -17,7 +17,6 @@ from tests.support.attribute_filters import (
     draw_rows,
     fulfils,
 )
-from tests.support.grids import chosen
 
 ITEMS = 30
 
@@ -32,7 +31,7 @@ def rows_of(filters, tree):
     return np.flatnonzero(filters.evaluate(tree)).tolist()
 
 
-@pytest.mark.parametrize("seed", chosen(range(40), *map(str, range(12))))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_filter_equals_a_plain_loop(seed):
     """Over a file's columns, in chunks, and over the same values as items that were put."""
     draw = random.Random(seed)

@@ -36,6 +36,21 @@ def test_no_collisions_no_level() -> None:
     assert report.collision_share == 0 and report.largest_collision == 1
 
 
+@pytest.mark.parametrize("largest", [1, 2, 3, 9])
+def test_a_level_is_there_from_the_first_collision_on(largest: int) -> None:
+    """The largest group of equal codes may have any size; the others are smaller."""
+    sizes = range(1, largest + 1)
+    codes = codes_of([[0, n] for n in sizes for _ in range(n)])
+    ids = [f"i{n}" for n in range(len(codes))]
+    index, report = build_semantic_ids(ids, codes, (1, 10), np.zeros(len(ids)))
+    assert report.largest_collision == largest
+    assert index.has_disambiguation == (largest > 1) == (len(index.codebook_sizes) == 3)
+    assert len(np.unique(index.codes, axis=0)) == len(ids)
+    for code in sizes:
+        rows = index.decode(np.array([[0, code]]))[0]
+        assert codes[rows].tolist() == [[0, code]] * code
+
+
 def test_decode_with_and_without_the_disambiguation_level() -> None:
     index, _ = build_semantic_ids(IDS, CODES, (2, 4), np.array([1, 0, 5, 0, 1]))
     full = index.decode(index.codes)

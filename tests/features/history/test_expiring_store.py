@@ -1,5 +1,6 @@
 """Events older than the store's `ttl_s` are not read, and are deleted from every store."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,9 @@ from recserve.features.history.history import (
     Removal,
     Replacement,
     StoredEvent,
+    StoredUsers,
     StoreOptions,
+    StoreUnavailable,
     merge,
     records,
 )
@@ -124,6 +127,30 @@ def test_a_sweep_passes_over_damage(tmp_path: Path, redis_url: str) -> None:
     store.sweep()
     assert client.keys() == [b"recserve:history:bad"]
     store.close()
+
+
+class Failing(MemoryStore):
+    """Fails to list its users so often, and then lists none."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times, self.calls, self.listed = times, 0, threading.Event()
+
+    def users(self, prefix, limit, after):
+        self.calls += 1
+        if self.calls <= self.times:
+            raise StoreUnavailable("the store is away")
+        self.listed.set()
+        return StoredUsers([], None)
+
+
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_sweeps_go_on_after_an_outage(times: int) -> None:
+    plain = Failing(times)
+    store = ExpiringStore(plain, 0.01)
+    assert plain.listed.wait(60)
+    store.close()
+    assert plain.calls > times
 
 
 def any_change(rng: np.random.Generator) -> Change:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch.generate import check_schema
-from recserve.bounds import MAX_TIME_US
+from recserve.bounds import MAX_TIME_US, MIN_TIME_US
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
@@ -133,6 +133,18 @@ ISO_Z, ISO, DAY = "2026-01-01T00:00:00Z", "2026-01-01T00:00:00", "2026-01-01"
 def test_mixed_units_are_refused(tmp_path: Path, values: Any, on_bad_rows: str) -> None:
     with pytest.raises(SchemaError, match=r"timestamp mixes .* \(row 0: .*\(row 1: .*alike"):
         read(tmp_path, values, on_bad_rows)
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_timestamps_within_the_bounds_are_read_in_every_unit(tmp_path: Path, unit: str) -> None:
+    """The first and the last time that the unit can say are read; one unit further is not."""
+    per_s = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    first, end = (-(-bound * per_s // 10**6) for bound in (MIN_TIME_US, MAX_TIME_US))
+    raw = [first - 1, first, S * per_s, min(end - 1, 2**63 - 1), min(end, 2**63 - 1)]
+    inside = [value for value in raw if first <= value < end]
+    log, report = read(tmp_path, pa.array(raw, pa.timestamp(unit)), "skip")
+    assert log.times.tolist() == sorted(value * 10**6 // per_s for value in inside)
+    assert report.dropped == {"timestamp out of range": len(raw) - len(inside)}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 from recserve.kernels.acceptance.acceptance import greedy_paths, greedy_paths_reference
 from tests.support.accept_cases import CASES, draw
+from tests.support.grids import covering
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -29,10 +30,16 @@ def assert_same(logits, tree):
     return found
 
 
-@pytest.mark.parametrize("kinds", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes,vocabulary", [*CASES, ((4, 1), 1), ((1, 6), 63), ((3,), 781)])
-def test_paths(sizes, vocabulary, dtype, kinds):
+@pytest.mark.parametrize(
+    "case,dtype,kinds",
+    covering(
+        [*CASES, ((4, 1), 1), ((1, 6), 63), ((3,), 781)],
+        (torch.float32, torch.bfloat16, torch.float16),
+        {"plain": False, "kinds": True},
+    ),
+)
+def test_paths(case, dtype, kinds):
+    sizes, vocabulary = case
     """Vocabularies below and above a block of vectors; coarse types have many equal logits."""
     tree, logits, *_ = draw(sizes, vocabulary, 1, kinds)
     for scale in (1.0, 0.1, -1.0):

@@ -120,7 +120,7 @@ def test_rejection_matches_reference(case, kinds, monkeypatch):
     check_drawn(p, q[:2], tree, keys, monkeypatch, rows=some - 1)
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
+@pytest.mark.parametrize("drawn", chosen({"drawn": True, "chosen": False}, "drawn"))
 def test_several_refusals_at_one_node(drawn, monkeypatch):
     """Seven children, each of a distribution of its own, that are nearly always refused."""
     refused = 0

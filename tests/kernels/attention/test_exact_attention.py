@@ -7,9 +7,9 @@ import torch
 
 from recserve.kernels.attention import reference
 from recserve.kernels.attention.exact import BITS, ExactTreeAttention, exponents, on_grid, powers
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.tree import TokenTree, chain, from_parents
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support.attention_batches import SHAPES, draw_batch
 
 SILU = Activation(37.0)
@@ -85,8 +85,10 @@ def test_a_row_is_the_same_alone_in_a_tree_and_after_a_longer_root(kinds, root, 
     far_keys[moved], far_values[moved] = keys, values
     for node in range(0, tree.num_nodes, max(tree.num_nodes // 40, 1)):
         *before, own = on_path(tree, node)
-        long_root = moved[torch.cat([batch.prefix_slots[0], batch.slots[before]])]
-        alone = TreeBatch(chain(torch.zeros(1)), None, moved[batch.slots[[own]]], (long_root,))
+        long_root = moved[torch.cat([batch.prefixes[0], batch.slots[before]])]
+        alone = TreeBatch(
+            chain(torch.zeros(1)), None, moved[batch.slots[[own]]], Prefixes.of([long_root])
+        )
         got = attend(alone, query[[node]], far_keys, far_values, activation)
         assert torch.equal(got[0], together[node])
 
@@ -96,14 +98,14 @@ def test_plain_attention_would_not_pass():
     from recserve.kernels.attention.cpu import CpuTreeAttention
 
     batch, query, keys, values = draw_batch([("tree", 30)], [45], 4, 2, 32)
-    together = CpuTreeAttention(batch)(query, keys[batch.slots], values[batch.slots], keys, values)
+    heads = HeadLayout.of(query, keys)
+    together = CpuTreeAttention(batch, heads)(query, query, query, keys, values)
     differ = 0
     for node in range(30):
         *before, own = on_path(batch.tree, node)
-        root = torch.cat([batch.prefix_slots[0], batch.slots[before]])
-        alone = TreeBatch(chain(torch.zeros(1)), None, batch.slots[[own]], (root,))
-        slots = alone.slots
-        got = CpuTreeAttention(alone)(query[[node]], keys[slots], values[slots], keys, values)
+        root = torch.cat([batch.prefixes[0], batch.slots[before]])
+        alone = TreeBatch(chain(torch.zeros(1)), None, batch.slots[[own]], Prefixes.of([root]))
+        got = CpuTreeAttention(alone, heads)(query[[node]], query, query, keys, values)
         differ += not torch.equal(got[0], together[node])
     assert differ
 
@@ -115,6 +117,8 @@ def test_siblings_and_order_of_keys_change_nothing():
     alone = attend(batch, query, keys, values)
     forked = from_parents(torch.zeros(3, dtype=torch.int64), torch.tensor([-1, 0, 0]))
     slots = torch.cat([batch.slots, torch.tensor([keys.shape[0] - 1])])
-    wide = replace(batch, tree=forked, slots=slots, prefix_slots=(batch.prefix_slots[0].flip(0),))
+    wide = replace(
+        batch, tree=forked, slots=slots, prefixes=Prefixes.of([batch.prefixes[0].flip(0)])
+    )
     got = attend(wide, torch.cat([query, query[:1]]), keys, values)
     assert torch.equal(got[:2], alone)

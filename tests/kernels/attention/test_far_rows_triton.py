@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from recserve.kernels.attention import reference, triton_attention
+from recserve.kernels.attention.reference import HeadLayout
+from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from tests.support import triton_interpreter
 from tests.support.attention_batches import draw_batch, split_short_roots
 
@@ -42,7 +44,7 @@ def drawn():
 
 
 def attended(batch, query, keys, values):
-    return triton_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
+    return TritonTreeAttention(batch, HeadLayout.of(query, keys))(query, query, query, keys, values)
 
 
 def test_queries_and_results_of_attention(monkeypatch):

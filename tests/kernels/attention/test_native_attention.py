@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from recserve.kernels.attention import reference
-from recserve.kernels.attention.native import HeadLayout, NativeTreeAttention
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.native import NativeTreeAttention, supports_heads
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support.attention_batches import SHAPES, draw_batch, placed
 
 TYPES = [torch.float32, torch.bfloat16]
@@ -49,7 +49,7 @@ def test_attention_is_the_references(kinds, roots, heads, kv_heads, dim, cached,
         query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
         expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
         foreign = torch.ones(keys.shape[0], dtype=torch.bool)
-        foreign[torch.cat([*batch.prefix_slots, batch.slots])] = False
+        foreign[torch.cat([*batch.prefixes, batch.slots])] = False
         keys[foreign] = values[foreign] = float("nan")
         got = NativeTreeAttention(batch)(query, query, query, keys, values)
         assert got.dtype == dtype
@@ -78,13 +78,17 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
         path = [node]
         while int(batch.tree.parents[path[0]]) >= 0:
             path.insert(0, int(batch.tree.parents[path[0]]))
-        base = batch.prefix_slots[int(node >= 140)]
-        drafted = TreeBatch(chain(batch.tree.tokens[path]), None, batch.slots[path], (base,))
+        base = batch.prefixes[int(node >= 140)]
+        drafted = TreeBatch(
+            chain(batch.tree.tokens[path]), None, batch.slots[path], Prefixes.of([base])
+        )
         assert torch.equal(attend(drafted, query[path])[-1], whole[node])
         grown = torch.cat([base, batch.slots[path[:-1]]])
-        plain = TreeBatch(chain(batch.tree.tokens[[node]]), None, batch.slots[[node]], (grown,))
+        plain = TreeBatch(
+            chain(batch.tree.tokens[[node]]), None, batch.slots[[node]], Prefixes.of([grown])
+        )
         assert torch.equal(attend(plain, query[[node]])[0], whole[node])
-        only = TreeBatch(batch.tree, torch.tensor([node]), batch.slots, batch.prefix_slots)
+        only = TreeBatch(batch.tree, torch.tensor([node]), batch.slots, batch.prefixes)
         assert torch.equal(attend(only, query[[node]])[0], whole[node])
 
 
@@ -111,7 +115,7 @@ def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
         one = chain(torch.zeros(1, dtype=torch.int64))
         if limits:
             one = replace(one, prefix_limits=tree.prefix_limits[[node]])
-        alone = TreeBatch(one, None, batch.slots[[node]], batch.prefix_slots[:1])
+        alone = TreeBatch(one, None, batch.slots[[node]], Prefixes.of([batch.prefixes[0]]))
         row = query[[node]]
         got = NativeTreeAttention(alone, silu)(row, row, row, keys, values)
         assert torch.equal(got[0], found[0][node]), node
@@ -130,10 +134,11 @@ def test_no_root_token_behind_the_limit_is_seen(limit, activation):
 
 
 def test_heads_that_c_does_not_attend_with():
-    assert HeadLayout(2, 2, 64, torch.float32).in_c()
+    assert supports_heads(HeadLayout(2, 2, 64, torch.float32))
     for heads in (
         HeadLayout(2, 2, 60, torch.float32),
         HeadLayout(2, 2, 64, torch.float16),
         HeadLayout(1, 200, 1024, torch.float32),
+        HeadLayout(2, 2, 64, torch.float32, fp8=True),
     ):
-        assert not heads.in_c()
+        assert not supports_heads(heads)

@@ -6,27 +6,32 @@ import pytest
 import torch
 
 from recserve.kernels.attention import cpu, reference
+from recserve.kernels.attention.attention import tree_attention
 from recserve.kernels.attention.cpu import CpuTreeAttention
-from recserve.kernels.attention.native import HeadLayout
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
+from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.native import native
 from recserve.kernels.tree import chain, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, draw_tree, placed
 from tests.support.grids import covering
 
-F32 = torch.float32
+
+def in_torch(batch, query, keys, values, activation=SOFTMAX):
+    attention = CpuTreeAttention(batch, HeadLayout.of(query, keys), activation)
+    return attention(query, query, query, keys, values)
 
 
 def same(batch, query, keys, values, activation):
     expected = reference.tree_attention(query, keys, values, batch, activation)
-    for in_c in (False, True):
-        attention = CpuTreeAttention(batch, activation, native=in_c)
-        with torch.inference_mode():
-            got = attention(query, query, query, keys, values)
-        whole = keys.shape[2] % native.LANES == 0 and native.library() is not None
-        heads = HeadLayout(keys.shape[1], query.shape[1] // keys.shape[1], keys.shape[2], F32)
-        assert (attention.native_attention(heads) is not None) == (in_c and whole)
+    chosen = tree_attention(batch, HeadLayout.of(query, keys), activation)
+    whole = keys.shape[2] % native.LANES == 0 and backend_of(batch.slots) is Backend.C
+    assert isinstance(chosen, NativeTreeAttention if whole else CpuTreeAttention)
+    for got in (
+        in_torch(batch, query, keys, values, activation),
+        chosen(query, query, query, keys, values),
+    ):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
@@ -89,9 +94,9 @@ def test_limits_in_a_tree_with_shared_rows_take_torchs_way():
     batch, query, keys, values = draw_batch([("tree", 9)], [20], 2, 2, 16, limits=True)
     batch = replace(batch, tree=replace(batch.tree, shared=torch.tensor([2])))
     expected = reference.tree_attention(query, keys, values, batch)
-    attention = CpuTreeAttention(batch, native=True)
+    attention = tree_attention(batch, HeadLayout.of(query, keys))
     got = attention(query, query, query, keys, values)
-    assert attention.native_attention(HeadLayout(2, 1, 16, F32)) is None
+    assert isinstance(attention, CpuTreeAttention)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
@@ -117,11 +122,11 @@ def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
     total, root = int(offsets[-1]), torch.arange(150)
     tree = root_branch(torch.zeros(total, dtype=torch.int64), offsets)
     queries = None if part is None else torch.arange(total)[part]
-    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), (root,))
+    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), Prefixes.of([root]))
     keys, values = torch.randn(2, 150 + total, 2, 8, generator=g)
     query = torch.randn(batch.num_queries, 2, 8, generator=g)
     same(batch, query, keys, values, activation)
-    blocks = cpu._blocks(batch, activation, HeadLayout(2, 1, 8, F32))
+    blocks = cpu._blocks(batch, activation, HeadLayout(2, 1, 8, torch.float32))
     most = 150 + cpu.ROWS + int(lengths.max())
     assert all(block.slots.shape[0] <= most for block in blocks)
 
@@ -132,10 +137,10 @@ def test_neighbours_do_not_change_a_tree():
         [("tree", 20), ("chain", 6), ("branches", 9)], [12, 0, 31], 4, 2, 32
     )
     slots = batch.slots
-    packed = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
+    packed = in_torch(batch, query, keys, values)
     alone_tree = draw_tree("tree", 20, torch.Generator().manual_seed(0))
-    alone = TreeBatch(alone_tree, None, slots[:20], batch.prefix_slots[:1])
-    out = CpuTreeAttention(alone)(query[:20], keys[slots[:20]], values[slots[:20]], keys, values)
+    alone = TreeBatch(alone_tree, None, slots[:20], Prefixes.of([batch.prefixes[0]]))
+    out = in_torch(alone, query[:20], keys, values)
     torch.testing.assert_close(packed[:20], out, rtol=1e-6, atol=1e-6)
 
 
@@ -144,10 +149,9 @@ def test_wrong_mask_is_noticed():
     reference.
     """
     batch, query, keys, values = draw_batch([("branches", 12)], [4], 2, 2, 16)
-    wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.prefix_slots)
-    slots = batch.slots
+    wrong = TreeBatch(chain(batch.tree.tokens), None, batch.slots, batch.prefixes)
     expected = reference.tree_attention(query, keys, values, batch)
-    got = CpuTreeAttention(wrong)(query, keys[slots], values[slots], keys, values)
+    got = in_torch(wrong, query, keys, values)
     assert (got - expected).abs().max() > 0.01
 
 
@@ -170,7 +174,7 @@ def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, 
     batch, query, keys, values = draw_batch(
         [("tree", 14)], [6], 4, kv_heads, 16, cached=cached, limits=limits
     )
-    order = torch.cat([batch.prefix_slots[0], batch.slots])
+    order = torch.cat([batch.prefixes[0], batch.slots])
     inputs = [x.double().requires_grad_() for x in (query, keys, values)]
     weight = torch.randn(len(query), 4, 16, generator=torch.Generator().manual_seed(2))
     floats = [x.float() for x in inputs]
@@ -201,8 +205,7 @@ def test_halves_side_by_side_with_their_root(dtype, nodes, heads, kv_heads):
     batch, keys, values = placed(batch, keys, values, "beside")
     query, keys, values = (x.to(dtype) for x in (query, keys, values))
     expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
-    slots = batch.slots
-    got = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
+    got = in_torch(batch, query, keys, values)
     assert got.dtype == dtype
     assert (got.float() - expected).norm() / expected.norm() < 1e-2
 
@@ -212,8 +215,7 @@ def test_bfloat16_is_near_the_float32_reference(root):
     batch, query, keys, values = draw_batch([("tree", 20), ("branches", 300)], [root, 9], 4, 2, 32)
     query, keys, values = (x.bfloat16() for x in (query, keys, values))
     expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
-    slots = batch.slots
-    got = CpuTreeAttention(batch)(query, keys[slots], values[slots], keys, values)
+    got = in_torch(batch, query, keys, values)
     assert got.dtype == torch.bfloat16
     assert (got.float() - expected).norm() / expected.norm() < 1e-2
 
@@ -222,7 +224,7 @@ def test_bfloat16_is_near_the_float32_reference(root):
 def test_roots_in_a_table_are_the_same_roots(kinds, roots, heads, kv_heads, dim):
     """Behind the end of a root, and in the spare slot, stands NaN."""
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
-    owned = torch.cat([batch.slots, *batch.prefix_slots])
+    owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")

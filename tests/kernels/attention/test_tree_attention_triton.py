@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels.attention import reference, triton_attention, triton_launch
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention import reference, triton_launch
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
+from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from recserve.kernels.tree import chain, root_branch
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.grids import chosen, covering
@@ -17,7 +18,7 @@ from tests.support.grids import chosen, covering
 def same(batch, query, keys, values, activation):
     expected = reference.tree_attention(query, keys, values, batch, activation)
     slots = batch.query_slots()
-    kernel = triton_attention.TritonTreeAttention(batch, activation)
+    kernel = TritonTreeAttention(batch, HeadLayout.of(query, keys), activation)
     got = kernel(query, keys[slots], values[slots], keys, values)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
@@ -56,7 +57,7 @@ def test_silu_matches_reference(splits, shape, cached):
 def test_shared_rows_are_seen_by_all():
     batch, query, keys, values = draw_batch([("chain", 40), ("tree", 9)], [0, 5], 2, 2, 16)
     tree = replace(batch.tree, shared=torch.tensor([21, 0]))
-    batch = TreeBatch(tree, None, batch.slots, batch.prefix_slots)
+    batch = TreeBatch(tree, None, batch.slots, batch.prefixes)
     same(batch, query, keys, values, SOFTMAX)
     same(batch, query, keys, values, Activation(normalizer=9.0))
 
@@ -67,7 +68,7 @@ def test_shared_rows_are_seen_by_all():
 def test_every_element_is_written_and_no_foreign_one_is_read(splits, activation, monkeypatch):
     """Outputs and partial results start as NaN, and every slot that no tree owns holds NaN."""
     batch, query, keys, values = draw_batch([("tree", 70), ("branches", 33)], [130, 7], 4, 2, 24)
-    owned = torch.cat([batch.slots, *batch.prefix_slots])
+    owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     assert foreign.any()
@@ -75,11 +76,11 @@ def test_every_element_is_written_and_no_foreign_one_is_read(splits, activation,
     empty, empty_like = torch.empty, torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty", lambda *n, **o: empty(*n, **o).fill_(float("nan")))
-    kernel = triton_attention.TritonTreeAttention(batch, activation)
+    kernel = TritonTreeAttention(batch, HeadLayout.of(query, keys), activation)
     got = kernel(query, query, query, keys, values)
     assert torch.isfinite(got).all()
     if triton_launch.MAX_SPLITS == 3:
-        assert kernel.plan(4, 2, 128).num_splits == 3
+        assert kernel.plan.num_splits == 3
 
 
 @pytest.mark.parametrize("shared", [0, 5], ids=["branches", "shared"])
@@ -92,11 +93,11 @@ def test_blocks_that_no_row_sees_are_not_read(shared, monkeypatch):
     tree = replace(tree, shared=torch.tensor([shared])) if shared else tree
     keys, values = torch.randn(2, 64, 2, 16, generator=torch.Generator().manual_seed(0))
     slots, root = torch.arange(48), torch.arange(48, 64)
-    batch = TreeBatch(tree, torch.arange(33, 48), slots, (root,))
+    batch = TreeBatch(tree, torch.arange(33, 48), slots, Prefixes.of([root]))
     query = torch.randn(15, 4, 16, generator=torch.Generator().manual_seed(1))
     expected = reference.tree_attention(query, keys, values, batch)
     keys[16 if shared else 0 : 32] = float("nan")
-    got = triton_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
+    got = TritonTreeAttention(batch, HeadLayout.of(query, keys))(query, query, query, keys, values)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
@@ -106,7 +107,7 @@ def close_in(dtype, batch, query, keys, values):
     """
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
     expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
-    got = triton_attention.TritonTreeAttention(batch)(query, query, query, keys, values)
+    got = TritonTreeAttention(batch, HeadLayout.of(query, keys))(query, query, query, keys, values)
     sizes = reference.tree_attention(query.float(), keys.float(), values.float().abs(), batch)
     unit = torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0
     assert got.dtype == dtype
@@ -146,15 +147,18 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     shift = 2**31 // (2 * 32) + 3
     far = [triton_interpreter.Far(x, shift * 2 * 32, monkeypatch) for x in (keys, values)]
     moved = TreeBatch(
-        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.prefix_slots)
+        batch.tree,
+        None,
+        batch.slots + shift,
+        Prefixes.of([slots + shift for slots in batch.prefixes]),
     )
-    got = triton_attention.TritonTreeAttention(moved)(query, query, query, *far)
+    got = TritonTreeAttention(moved, HeadLayout.of(query, keys))(query, query, query, *far)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
 def test_a_gradient_is_refused():
     batch, query, keys, values = draw_batch([("tree", 5)], [3], 2, 2, 16)
-    attention = triton_attention.TritonTreeAttention(batch)
+    attention = TritonTreeAttention(batch, HeadLayout.of(query, keys))
     query.requires_grad_()
     with pytest.raises(ValueError, match=r"no gradient .* train through reference.tree_attention"):
         attention(query, query, query, keys, values)
@@ -162,24 +166,30 @@ def test_a_gradient_is_refused():
         assert torch.isfinite(attention(query, query, query, keys, values)).all()
 
 
+def of_size(dim):
+    """32 heads of float32, 8 of them of keys."""
+    return HeadLayout(8, 4, dim, torch.float32)
+
+
 def test_8192_nodes_are_planned_and_long_roots_split():
     """Grids of sizes that are too slow to interpret."""
     tree = root_branch(torch.zeros(8192, dtype=torch.int64), torch.arange(0, 8193, 2))
     slots = torch.arange(8192) + 2**17
-    kernel = triton_attention.TritonTreeAttention(
-        TreeBatch(tree, None, slots, (torch.arange(2**17),))
-    )
-    plan = kernel.plan(32, 8, 256)
+    many = TreeBatch(tree, None, slots, Prefixes.of([torch.arange(2**17)]))
+    kernel = TritonTreeAttention(many, of_size(64))
+    plan = kernel.plan
     trees, starts = kernel.blocks(plan)
     assert plan.block_q * plan.block_group == triton_launch.BLOCK_ROWS and plan.num_splits == 1
-    assert plan.warps == 8 and kernel.plan(32, 8, 512).block_q * 4 == 64
+    assert plan.warps == 8 and TritonTreeAttention(many, of_size(128)).plan.block_q * 4 == 64
     assert torch.equal(starts[trees == 0], torch.arange(0, 8192, plan.block_q))
-    small = TreeBatch(chain(torch.zeros(4, dtype=torch.int64)), None, slots[:4], (slots[:0],))
-    assert triton_attention.TritonTreeAttention(small).plan(32, 8, 256).num_splits == 1
-    long = TreeBatch(small.tree, None, slots[:4], (torch.arange(2**17),))
-    plan = triton_attention.TritonTreeAttention(long).plan(32, 8, 256)
+    small = TreeBatch(
+        chain(torch.zeros(4, dtype=torch.int64)), None, slots[:4], Prefixes.of([slots[:0]])
+    )
+    assert TritonTreeAttention(small, of_size(64)).plan.num_splits == 1
+    long = TreeBatch(small.tree, None, slots[:4], Prefixes.of([torch.arange(2**17)]))
+    plan = TritonTreeAttention(long, of_size(64)).plan
     assert plan.num_splits == 33 and plan.num_blocks == 1
-    assert triton_attention.TritonTreeAttention(long).plan(32, 8, 1024).block_keys == 16
+    assert TritonTreeAttention(long, of_size(256)).plan.block_keys == 16
 
 
 def launched(nodes, trees, root, machine=triton_launch.HOPPER):
@@ -235,7 +245,7 @@ def test_a_device_with_little_shared_memory_keeps_one_block_in_flight():
 @pytest.mark.parametrize(
     "kinds,roots,heads,kv_heads,dim",
     [
-        pytest.param(*shape, marks=[pytest.mark.slow] if place % 3 else [])
+        pytest.param(*shape, marks=[pytest.mark.slow] if place else [])
         for place, shape in enumerate(SHAPES[:-1])
     ],
 )
@@ -246,13 +256,13 @@ def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, d
     split_short_roots(monkeypatch, 32)
     batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
     expected = reference.tree_attention(query, keys, values, batch)
-    owned = torch.cat([batch.slots, *batch.prefix_slots])
+    owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")
     table = as_table(batch, 700, int(foreign.nonzero()[0]))
-    kernel = triton_attention.TritonTreeAttention(table)
-    empty, splits = torch.empty, kernel.plan(heads, kv_heads, 64).num_splits
+    kernel = TritonTreeAttention(table, HeadLayout.of(query, keys))
+    empty, splits = torch.empty, kernel.plan.num_splits
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
     got = kernel(query, query, query, keys, values)
     assert splits > 4

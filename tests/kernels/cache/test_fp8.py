@@ -7,9 +7,8 @@ import torch
 
 from recserve.kernels.attention import reference as attention_reference
 from recserve.kernels.attention.attention import tree_attention
-from recserve.kernels.attention.exact import ExactTreeAttention
-from recserve.kernels.attention.fp8 import attention_to
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.exact import exact_attention
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache import moves
 from recserve.kernels.cache.fp8 import FP8, Fp8, parts, put
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
@@ -110,7 +109,7 @@ def test_attention_is_that_to_the_decoded_pool(kinds, roots, heads, kv_heads, di
     batch, query, keys, values = drawn
     pool = pooled(keys, values)
     floats = pool.keys[0].float(), pool.values[0].float()
-    forms = [(tree_attention, SOFTMAX), (ExactTreeAttention, SOFTMAX)]
+    forms = [(tree_attention, SOFTMAX), (exact_attention, SOFTMAX)]
     if heads == kv_heads:
         forms.append((tree_attention, Activation(37.0)))
     for attention, activation in forms:
@@ -130,7 +129,7 @@ def test_roots_in_a_table():
     pool = pooled(keys, values)
     expected = attention_reference.tree_attention(query, pool.keys[0], pool.values[0], batch)
     table = as_table(batch, 40, 0)
-    attend = attention_to(pool.keys, tree_attention)(table, SOFTMAX)
+    attend = tree_attention(table, HeadLayout.of(query, pool.keys[0]))
     got = attend(query, query, query, pool.keys[0], pool.values[0])
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 

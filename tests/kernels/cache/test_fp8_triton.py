@@ -5,13 +5,14 @@ import torch
 
 from recserve.kernels.attention import reference as attention_reference
 from recserve.kernels.attention import triton_attention
-from recserve.kernels.attention.reference import SOFTMAX, Activation
+from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
+from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from recserve.kernels.cache import moves, triton_fp8, triton_moves
 from recserve.kernels.cache.fp8 import FP8, Fp8, parts
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.layers import reference as layers_reference
 from recserve.kernels.layers import triton_rope_write
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support import triton_interpreter
 from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
 from tests.support.fp8_values import CODES, pooled, spread
@@ -68,7 +69,7 @@ def test_encoding_is_the_twin_s():
 def poison(pool, batch):
     """Slots that no tree owns come back as NaN; some there must be."""
     foreign = torch.ones(pool.keys.shape[1], dtype=torch.bool)
-    foreign[torch.cat([batch.slots, *batch.prefix_slots])] = False
+    foreign[torch.cat([batch.slots, *batch.prefixes])] = False
     assert foreign.any()
     for x in (pool.keys, pool.values):
         x.codes[0, foreign], x.exponents[0, foreign] = 127, 255
@@ -86,7 +87,7 @@ def poisoned(monkeypatch):
 def compare(batch, query, pool, activation=SOFTMAX, **tolerance):
     keys, values = pool.keys[0], pool.values[0]
     expected = attention_reference.tree_attention(query.float(), keys, values, batch, activation)
-    kernel = triton_attention.TritonTreeAttention(batch, activation)
+    kernel = TritonTreeAttention(batch, HeadLayout.of(query, keys), activation)
     got = kernel(query, query, query, keys, values)
     torch.testing.assert_close(got.float(), expected, **(tolerance or {"rtol": 2e-5, "atol": 5e-6}))
 
@@ -112,8 +113,15 @@ def test_attention(shape, split, native, monkeypatch, poisoned):
         compare(batch, query, pool, Activation(37.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads,kv_heads,dim", [(7, 1, 64), (3, 3, 96), (4, 2, 256), (8, 2, 80)])
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,dtype",
+    [
+        (7, 1, 64, torch.float32),
+        (3, 3, 96, torch.float16),
+        (4, 2, 256, torch.float32),
+        (8, 2, 80, torch.float16),
+    ],
+)
 def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype, poisoned):
     batch, query, keys, values = draw_batch(
         [("tree", 13), ("chain", 5)], [37, 0], heads, kv_heads, dim
@@ -129,15 +137,20 @@ def test_a_grid_for_longer_roots(monkeypatch, poisoned):
     expected = attention_reference.tree_attention(query, pool.keys[0], pool.values[0], batch)
     poison(pool, batch)
     hole = int((pool.keys[0].exponents[:, 0] == 255).nonzero()[0])
-    kernel = triton_attention.TritonTreeAttention(as_table(batch, 700, hole))
-    assert kernel.plan(4, 2, 64).num_splits > 4
+    kernel = TritonTreeAttention(as_table(batch, 700, hole), HeadLayout.of(query, pool.keys[0]))
+    assert kernel.plan.num_splits > 4
     got = kernel(query, query, query, pool.keys[0], pool.values[0])
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    "rows,heads,kv_heads,dim", [(1, 1, 1, 2), (7, 6, 2, 80), (63, 8, 8, 64), (5, 3, 3, 96)]
+    "rows,heads,kv_heads,dim,dtype",
+    [
+        (1, 1, 1, 2, torch.float16),
+        (7, 6, 2, 80, torch.float32),
+        (63, 8, 8, 64, torch.float16),
+        (5, 3, 3, 96, torch.float32),
+    ],
 )
 def test_rope_and_write(rows, heads, kv_heads, dim, dtype):
     g = torch.Generator().manual_seed(rows)
@@ -199,10 +212,13 @@ def test_a_pool_of_more_than_2_31_elements_is_addressed(monkeypatch):
     stored = pool.keys[0], pool.values[0]
     expected = attention_reference.tree_attention(query, *stored, batch)
     moved = TreeBatch(
-        batch.tree, None, batch.slots + shift, tuple(slots + shift for slots in batch.prefix_slots)
+        batch.tree,
+        None,
+        batch.slots + shift,
+        Prefixes.of([slots + shift for slots in batch.prefixes]),
     )
     keys, values = map(far, stored)
-    got = triton_attention.TritonTreeAttention(moved)(query, query, query, keys, values)
+    got = TritonTreeAttention(moved, HeadLayout.of(query, keys))(query, query, query, keys, values)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
     qkv, angles = torch.randn(4, 8, dim), torch.randn(4, dim // 2)
     twin = [Fp8(x.codes.clone(), x.exponents.clone()) for x in stored]

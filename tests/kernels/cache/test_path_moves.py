@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recserve.kernels.cache.moves import move_paths, move_paths_reference
+from tests.support.grids import covering
 
 LAYERS, SLOTS, HEADS, DIM = 2, 60, 2, 3
 
@@ -53,8 +54,9 @@ def test_no_path_moves_nothing(move):
     assert torch.equal(pool, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-@pytest.mark.parametrize("excess", [0, 9, -9])
+@pytest.mark.parametrize(
+    "dtype, excess", covering((torch.int8, torch.int16, torch.int32, torch.int64), (0, 9, -9))
+)
 def test_any_integers_are_safe(dtype, excess, move):
     """A plug-in's rule may count in another type, or count wrong. No slot outside is touched."""
     pools = [torch.randn(LAYERS, SLOTS, HEADS, DIM) for _ in range(2)]

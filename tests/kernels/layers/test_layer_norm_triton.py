@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, Runner
+from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers import operators, reference, triton_norms, triton_rope_write
 from recserve.kernels.layers.reference import HeadNorms
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -90,10 +91,10 @@ def test_layers_with_fused_kernels_compute_the_same(monkeypatch, force_kernels):
         force_kernels(kernels)
         adapter = DecoderAdapter(model)
         pool = KVPool(adapter.kv_shape, 2, 16, torch.float32, torch.device("cpu"))
-        piece = BatchSlice(
-            tree=chain(tokens), inputs=NodeInputs(tokens), queries=None,
-            slots=torch.arange(9) + 3, prefix_slots=(torch.arange(0),), num_states=2,
-        )  # fmt: skip
+        slots, prefixes = torch.arange(9) + 3, Prefixes.of([torch.arange(0)])
+        piece = TreeBatch(
+            chain(tokens), None, slots, prefixes, inputs=NodeInputs(tokens), num_states=2
+        )
         with torch.inference_mode():
             found[kernels] = Runner(adapter, pool).forward([piece])[0], pool.keys, pool.values
     for one, other in zip(found["torch"], found["triton"], strict=True):

@@ -5,12 +5,13 @@ import torch
 
 from recserve.kernels.attention.attention import tree_attention
 from recserve.kernels.attention.cpu import CpuTreeAttention
-from recserve.kernels.attention.native import HeadLayout
+from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import products
 from recserve.kernels.native import native, processor
 from recserve.kernels.native.processor import LEVELS
 from recserve.kernels.tree import chain
-from recserve.kernels.tree_batch import TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.packing import PackedLinear, pack_weights, packable
 
 HEADS = HeadLayout(2, 2, 16, torch.float32)
@@ -23,7 +24,7 @@ needs_onednn = pytest.mark.skipif(
 
 def prompt(nodes: int) -> TreeBatch:
     slots = torch.arange(nodes)
-    return TreeBatch(chain(slots), None, slots, (slots[:0],))
+    return TreeBatch(chain(slots), None, slots, Prefixes.of([slots[:0]]))
 
 
 @pytest.fixture
@@ -46,9 +47,8 @@ def test_c_multiplies_and_attends_wherever_it_can(kernels, force_kernels):
     in_c = kernels != "torch"
     assert [(layer.panels is not None) for layer in model] == [in_c] * 2
     for nodes in (1, 700):
-        attention = tree_attention(prompt(nodes))
-        assert isinstance(attention, CpuTreeAttention)
-        assert (attention.native_attention(HEADS) is not None) == in_c
+        attention = tree_attention(prompt(nodes), HEADS)
+        assert isinstance(attention, NativeTreeAttention if in_c else CpuTreeAttention)
 
 
 @needs_compiler

@@ -57,9 +57,8 @@ with torch.inference_mode():
 """
 
 
-@pytest.mark.parametrize(
-    "compiler", ["no-such-compiler", pytest.param("false", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
 def test_without_a_compiler_torch_does_the_same(compiler, tmp_path):
     said = subprocess.run(
         [sys.executable, "-c", WITHOUT],

@@ -56,4 +56,4 @@ def test_the_c_sources_make_no_mistake(tmp_path):
         "tests/kernels/linear/test_panels.py",
         "tests/kernels/trie/test_native_search.py",
     ]
-    assert run([*tests, "-x"], tmp_path) == 0
+    assert run([*tests, "-x", "-m", "not slow"], tmp_path) == 0

@@ -152,9 +152,9 @@ def test_slates_are_those_of_the_rebuilt_trie(changed, strategy, dense_weight):
         excluded = draw.choice(changed.rows.numpy(), 3)
         fields = {"k": width, "beam_width": width, "strategy": strategy, "excluded": excluded}
         fields["dense_weight"] = dense_weight
-        asked.append(SlateQuery(root=root, trie=changed.trie, **fields))
+        asked.append(SlateQuery(prefix=root, trie=changed.trie, **fields))
         expected.append(
-            SlateQuery(root=root, trie=rebuilt, allowed=AllowedItems.of(live), **fields)
+            SlateQuery(prefix=root, trie=rebuilt, allowed=AllowedItems.of(live), **fields)
         )
     for mine, theirs in zip(engine.run_many(asked), engine.run_many(expected), strict=True):
         assert mine.rows.tolist() == theirs.rows.tolist()

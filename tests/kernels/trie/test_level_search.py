@@ -9,7 +9,7 @@ from recserve.kernels.trie.fixed_trie import NOWHERE, FixedTrie
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.level_search import ChildQuery, best_children_reference, unpacked
 from recserve.kernels.trie.trie import BatchFilter, build_trie, pack_leaves, popcount
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.tries import CATALOGUES
 
 DEAD = float("-inf")
@@ -170,12 +170,7 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
 
 @pytest.mark.parametrize(
     "blocks,name,form",
-    [
-        pytest.param(*one.values, id=one.id, marks=[*one.marks, *[pytest.mark.slow] * (number % 3)])
-        for number, one in enumerate(
-            covering(("one", "many"), ("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS)
-        )
-    ],
+    thin(covering(("one", "many"), ("one-item", "all-share-a-prefix", "deep", "drawn"), FORMS), 3),
 )
 def test_triton_matches_torch_with_insertions(name, form, blocks, monkeypatch):
     """Later ids below every level, as they come and in a place with room to spare; and none."""

@@ -12,6 +12,7 @@ from recserve.kernels.trie.trie import build_trie
 from recserve.search.beam_search import Beams, BeamSearch
 from recserve.search.filters import RequestFilters
 from recserve.search.trie_prefixes import ScoredTriePrefixes, draft_of_keys
+from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
 from tests.support.tries import CATALOGUES, SHAPES, Changed
@@ -62,8 +63,7 @@ def same_drafts(one, two):
     assert torch.equal(one.inputs.tokens, two.inputs.tokens)
 
 
-@pytest.mark.parametrize("name", TRIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name, seed", covering(tuple(TRIES), range(4)))
 def test_the_trees_of_sets_of_nodes(name, seed, force_kernels):
     trie = trie_of(name)
     paths = drawn_paths(trie, 15, seed)[:, : 1 + seed % trie.num_levels]
@@ -81,8 +81,7 @@ def test_no_node_at_all():
     assert mine.tree.num_nodes == 0 and mine.tree.offsets.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("skip_single", [True, False])
-@pytest.mark.parametrize("name", TRIES)
+@pytest.mark.parametrize("name, skip_single", covering(tuple(TRIES), (True, False)))
 def test_what_a_round_scores(name, skip_single, monkeypatch, force_kernels):
     """At every level, with and without the levels below, some beams dead, some scored before."""
     trie, batch, width = trie_of(name), 2, 6
@@ -92,7 +91,7 @@ def test_what_a_round_scores(name, skip_single, monkeypatch, force_kernels):
     model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", form)
     sequences = tuple(
         SearchSequence(
-            request=SlateQuery(root=draw_root(model, 1, b), trie=trie, k=3, beam_width=width - b),
+            request=SlateQuery(prefix=draw_root(model, 1, b), trie=trie, k=3, beam_width=width - b),
             future=Future(),
             submitted_s=0.0,
             model="recommender",

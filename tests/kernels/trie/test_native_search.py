@@ -12,7 +12,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.native import native
 from recserve.kernels.trie.level_search import ChildQuery, best_children
-from recserve.kernels.trie.native import KNOWN, MISSING, LevelCodes, NativeDescent
+from recserve.kernels.trie.native import LevelCodes, NativeDescent, StateKind
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.search.strategy import Heads
@@ -40,7 +40,7 @@ def asked_of(model, trie, form, seed=0):
         if form == "dense":
             fields["dense_weight"] = 0.7 * (i % 3 > 0)
         root = draw_root(model, 1 + 2 * i, i)
-        requests.append(SlateQuery(root=root, trie=trie, k=k, beam_width=width, **fields))
+        requests.append(SlateQuery(prefix=root, trie=trie, k=k, beam_width=width, **fields))
     return requests
 
 
@@ -77,8 +77,7 @@ def test_the_same_slates_rounds_and_nodes_as_in_torch(codes, form, kind, force_k
         same_as_in_torch(model, head, requests, force_kernels)
 
 
-@pytest.mark.parametrize("dense_weight", [0.0, 0.5], ids=["plain", "dense"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape,dense_weight", covering(SHAPES, {"plain": 0.0, "dense": 0.5}))
 def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kernels):
     changed = Changed(*shape)
     model, _ = engine_of(changed)
@@ -90,7 +89,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kerne
     for strategy in ("beam", "speculative", "nezha"):
         requests = [
             SlateQuery(
-                root=draw_root(model, 4, width),
+                prefix=draw_root(model, 4, width),
                 trie=changed.trie,
                 k=k,
                 beam_width=width,
@@ -156,7 +155,7 @@ def test_each_level_is_that_of_the_twin(shape, dtype, scale):
     hidden = torch.randn(len(keys), size).to(dtype)
     widths = [width, width - 5]
     found = search(
-        trie, *begun(2), tails, trie.num_levels, widths=widths, bounds=[-1, -1],
+        trie, *begun(2), tails, trie.num_levels, widths=widths, threshold_ranks=[-1, -1],
         filters=[None, None], scored_keys=keys, scored_hidden=hidden,
     )  # fmt: skip
     assert found.reached == trie.num_levels
@@ -189,20 +188,21 @@ def test_a_missing_state_stops_it_or_leads_nowhere():
     trie, size, width = drawn_trie(), 16, 4
     search = NativeDescent([LevelCodes.of(book) for book in drawn_heads(trie, size)])
     tails = torch.randn(1, size)
-    limits = {"widths": [width], "bounds": [-1], "filters": [None]}
+    limits = {"widths": [width], "threshold_ranks": [-1], "filters": [None]}
     nothing = {
         "scored_keys": torch.empty(0, dtype=torch.int64),
         "scored_hidden": torch.empty(0, size),
     }
     stopped = search(trie, *begun(1), tails, 3, **limits, **nothing, stops=True)
     assert stopped.reached == 1 and (stopped.log_probs[1] > -np.inf).all()
-    assert stopped.scored[0, 0].tolist() == [KNOWN, 0, 0, 0]
-    assert stopped.scored[1, 0].tolist() == [MISSING] * width
+    assert stopped.scored[0, 0].tolist() == [StateKind.KNOWN, 0, 0, 0]
+    assert stopped.scored[1, 0].tolist() == [StateKind.MISSING] * width
     first = stopped.paths[1, 0, 2, 0]
     some = {"scored_keys": first[None], "scored_hidden": torch.randn(1, size)}
     found = search(trie, *begun(1), tails, 3, **limits, **some)
     assert found.reached == 3
-    assert found.scored[1, 0].tolist() == [MISSING, MISSING, KNOWN, MISSING]
+    known, missing = StateKind.KNOWN, StateKind.MISSING
+    assert found.scored[1, 0].tolist() == [missing, missing, known, missing]
     assert (found.paths[2, 0, : found.used[2], 0] == first).all()
 
 
@@ -212,7 +212,7 @@ def test_states_that_are_not_numbers_lead_nowhere():
     search = NativeDescent([LevelCodes.of(book) for book in drawn_heads(trie, size)])
     bad = torch.full((1, size), float("nan"))
     found = search(
-        trie, *begun(1), bad, 3, widths=[4], bounds=[0], filters=[None],
+        trie, *begun(1), bad, 3, widths=[4], threshold_ranks=[0], filters=[None],
         scored_keys=torch.empty(0, dtype=torch.int64), scored_hidden=bad[:0],
     )  # fmt: skip
     assert (found.log_probs[1:] == -np.inf).all()

@@ -6,6 +6,7 @@ import torch
 from recserve.kernels.tree import from_parents
 from recserve.kernels.trie.level_search import lay_out_reference
 from recserve.kernels.trie.trie import build_trie
+from tests.support.grids import covering
 from tests.support.tries import CATALOGUES, draw_codes
 
 
@@ -43,6 +44,7 @@ def test_shared_ids_and_wrong_codes_are_refused():
         build_trie(torch.empty(0, 2, dtype=torch.long), (3, 3))
 
 
+@pytest.mark.slow
 def test_bytes_per_million_items():
     """Arrays only, counted: 100 MB per million items is the bound, four levels of 256."""
     codes = draw_codes(100_000, (256, 256, 256, 4))
@@ -53,8 +55,7 @@ def test_bytes_per_million_items():
     assert held / trie.num_items * 1e6 < 100e6
 
 
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("codes, seed", covering(CATALOGUES, range(5)))
 def test_trie_nodes_as_token_trees(codes, seed):
     """Sets of trie nodes of three requests: parents, ends and depths are those of
     `from_parents`.

@@ -13,12 +13,14 @@ import torch
 from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
 from recserve.kernels.acceptance.acceptance import DraftProbs, Keys
 from recserve.kernels.attention import triton_attention
+from recserve.kernels.attention.reference import HeadLayout
+from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from recserve.kernels.cache import fp8, triton_moves
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.layers import triton_rope_write
 from recserve.kernels.linear import triton_head_topk
 from recserve.kernels.tree import merge
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie import triton_topk
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.level_search import ChildQuery
@@ -88,12 +90,13 @@ def batches(count, seed=0):
         tree = merge(trees) if len(trees) > 1 else trees[0]
         own = torch.arange(tree.num_nodes + 16)[number(0, 16) :][: tree.num_nodes]
         lengths = [0 if number(0, 5) == 0 else number(1, 9000) for _ in trees]
-        roots = tuple(torch.arange(n + 3)[number(0, 3) :][:n] for n in lengths)
-        if number(0, 3) == 0:
-            table = torch.zeros(len(trees) + 1, 4096, dtype=torch.int64)
-            rows = torch.arange(len(trees) + 1)[1:]
-            roots = PrefixTable(table, rows, torch.tensor(lengths))
-        yield TreeBatch(tree, None, own, roots)
+        table = torch.zeros(len(trees) + 1, 9216, dtype=torch.int64)
+        starts = [9216 * (row + 1) + number(0, 3) for row in range(len(trees))]
+        prefixes = Prefixes(table, starts, lengths)
+        if fixed := number(0, 3) == 0:
+            columns = torch.tensor(starts), torch.tensor(lengths)
+            prefixes = Prefixes.on_device(table, *columns, 4096)
+        yield TreeBatch(tree, None, own, prefixes, fixed_shapes=fixed)
 
 
 @pytest.mark.slow
@@ -108,7 +111,7 @@ def test_attention_over_a_day_of_texts(dtype, keys, monkeypatch):
     for number, batch in enumerate(batches(300)):
         query = torch.empty(batch.num_queries, heads, dim, dtype=torch.float16)
         layer = number % 2
-        attention = triton_attention.TritonTreeAttention(batch)
+        attention = TritonTreeAttention(batch, HeadLayout.of(query, pool.keys[layer]))
         attention(query, query, query, pool.keys[layer], pool.values[layer])
         paths = torch.zeros(batch.tree.num_trees, 1 + number % 17, dtype=torch.int64)
         lengths = torch.zeros(len(paths) + 1, dtype=torch.int64)[number % 2 :][: len(paths)]

@@ -82,7 +82,7 @@ def send_until(client, condition, seconds=60.0):
     ("kind", "cause", "words"),
     [
         ("fail", "errors", "arm nezha: error share 1.0000"),
-        ("slow", "p99", "arm nezha: p99 "),
+        pytest.param("slow", "p99", "arm nezha: p99 ", marks=pytest.mark.slow),
         pytest.param(
             "empty", "empty", "arm nezha: share of empty answers 1.0000", marks=pytest.mark.slow
         ),

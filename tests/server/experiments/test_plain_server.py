@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.paths import reference
 from tests.support.tiny_bundle import shared_bundle
 
@@ -62,6 +64,7 @@ print(json.dumps([found, statuses]))
 """
 
 
+@pytest.mark.slow
 def test_a_plain_server_imports_no_experiments(tmp_path):
     llm = reference("stories260k")
     arguments = str(shared_bundle()), str(llm), str(tmp_path)

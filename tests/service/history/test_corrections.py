@@ -10,7 +10,6 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.background_work import settled
-from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -100,11 +99,15 @@ def cases(ids):
 
 
 CASES = list(cases(list(map(str, range(60)))))
+SHOWN = ("remove", "replace and move", "several")
 
 
 @pytest.mark.parametrize(
     "name, invariant",
-    covering(CASES, (True, False)),
+    [
+        pytest.param(name, number % 2 == 0, marks=[] if name in SHOWN else [pytest.mark.slow])
+        for number, name in enumerate(CASES)
+    ],
 )
 def test_answers_are_those_of_a_history_that_was_always_so(opened, ids, name, invariant):
     sent, expected = cases(ids)[name]
@@ -130,7 +133,8 @@ def test_answers_are_those_of_a_history_that_was_always_so(opened, ids, name, in
 @pytest.mark.parametrize(
     "name, recommender, ranker",
     [
-        ("remove", 8, 8),  # 10 of 13 rows stay, two pages of four in each model
+        # 10 of 13 rows stay, two pages of four in each model
+        pytest.param("remove", 8, 8, marks=pytest.mark.slow),
         ("replace and move", 4, 4),  # 5 rows; the ranker's first 5 see each other and are the same
         ("remove the first", 0, 0),
         ("several", 4, 0),  # an event of the long history is gone

@@ -12,7 +12,7 @@ from recserve.schemas.text import ChatRequest, CompletionRequest
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import TextSettings, load_text
 from recserve.speculation.verifiers.registry import verifiers
-from tests.support.grids import covering
+from tests.support.grids import covering, thin
 from tests.support.scripted_text import VOCABULARY
 from tests.support.tiny_llm import tiny_llm
 
@@ -76,7 +76,7 @@ def drawn_body(random, chat: bool, drafter: str, rule: str):
     return body
 
 
-@pytest.mark.parametrize("chat,drafter", covering((False, True), DRAFTERS))
+@pytest.mark.parametrize("chat,drafter", thin(covering((False, True), DRAFTERS), 2))
 def test_a_body_is_refused_at_once_or_answered(texts, drafter, chat):
     random, refused, pending = np.random.default_rng(len(drafter) + 100 * chat), 0, []
     for rule in [*verifiers()] * 3:

@@ -146,6 +146,15 @@ def test_a_foreign_embedding_is_shown(eagle3, tmp_path, target):
         assert finding.state == state and said in finding.detail
 
 
+def test_a_draft_model_may_have_its_own_embedding(tmp_path, target):
+    """Every other drafter reads the target's states, so that a foreign embedding is suspect."""
+    save_language_model(drawn_model(1), tmp_path)
+    files = drafter_files(tmp_path)
+    finding = check_copies(files, target)
+    assert files.kinds[0] == "draft_model" and finding.state == "ok"
+    assert "embed_tokens.weight is its own (cosine" in finding.detail
+
+
 def test_tokens_and_templates_of_both_folders_agree(eagle3, tmp_path, target, tokenizer):
     def check():
         return check_tokenizer(drafter_files(eagle3), target, TextTokenizer.open(tmp_path))

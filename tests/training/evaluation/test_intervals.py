@@ -30,8 +30,7 @@ def test_hits_have_the_wilson_interval(hits: int, size: int) -> None:
     assert mean_interval(values) == pytest.approx(tuple(expected), rel=3 / size, abs=1e-12)
 
 
-@pytest.mark.parametrize("share", [0.002, 0.01, 0.05, 0.3])
-@pytest.mark.parametrize("users", [100, 610])
+@pytest.mark.parametrize("share, users", [(0.002, 610), (0.01, 100), (0.05, 610), (0.3, 100)])
 def test_means_are_covered(share: float, users: int) -> None:
     """Recall, and NDCG with hits at all of ten places."""
     noise = np.random.default_rng(0)

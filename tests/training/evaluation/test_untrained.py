@@ -147,7 +147,7 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("name", list(UNTRAINED))
-@pytest.mark.parametrize("k", [1, 7, 10, 58])
+@pytest.mark.parametrize("k", [7, 58])
 def test_slates_equal_the_reference(name: str, k: int) -> None:
     """Of all users, with seen items and without, in batches of any size."""
     data = draw_data(k, k)

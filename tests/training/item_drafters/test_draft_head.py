@@ -127,9 +127,7 @@ def test_divergence_is_zero_only_for_the_target_itself(tmp_path):
 
 def test_surprise_is_what_the_search_says_of_the_true_item(tmp_path):
     """Summed over the levels that cost something, it is minus the log-probability of the item."""
-    from recserve.search.beam_search import Beams, BeamSearch, HeadScores
-    from recserve.search.filters import RequestFilters
-    from recserve.search.trie_prefixes import ScoredTriePrefixes
+    from recserve.search.beam_search import HeadScores
 
     bundle = Bundle.open(tiny_bundle(tmp_path, ranker=False))
     target, trie = load_target(bundle)
@@ -140,10 +138,8 @@ def test_surprise_is_what_the_search_says_of_the_true_item(tmp_path):
         surprise = head_loss(head, target, trie, node_paths(trie), trees, reading).surprise
         tails = reading.hidden[trees.trunk_nodes]
         owners = torch.arange(len(tails))
-        search = BeamSearch(target, (), [], trie, RequestFilters(trie, ()), tails,
-                            ScoredTriePrefixes.empty(tails), Beams.root(len(tails), trie.device),
-                            [])  # fmt: skip
-        found = HeadScores(search, head, reading.contexts).of_items(owners, trees.trunk_rows)
+        scores = HeadScores(trie, head, tails, reading.contexts)
+        found = scores.of_paths(owners, trie.nodes_of_items(trees.trunk_rows))
     torch.testing.assert_close(-found.sum(), surprise, rtol=1e-4, atol=1e-3)
 
 

@@ -270,7 +270,7 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
     finally:
         engine.close()
     np.testing.assert_allclose(first.values, expected, atol=1e-5)
-    assert first.timing.root_cached == 0 and second.timing.root_computed == 1
+    assert first.timing.prefix_cached == 0 and second.timing.prefix_computed == 1
 
 
 def test_held_batch_has_the_columns_of_serving() -> None:

@@ -190,7 +190,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
     store = f"lmdb:{tmp_path}/store"
     body = RecommendRequest(history=Bundle.open(bundle.root).catalog().items.ids[:5], k=10)
     with Service.open(bundle.root, store, "cpu") as service:
-        assert service.engine.strategies == ("beam",)
+        assert service.engine.selectable == ("beam",)
         before, version = service.recommend(body), service.versions()["model_version"]
     recipe = RetrieverRecipe(
         drawn=128,
@@ -241,7 +241,7 @@ def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
     train_retriever(bundle, TrainOptions(device="cpu"), recipe, QUIET)
     train_drafter(bundle, TrainOptions(device="cpu", epochs=1, name="nezha"), console=QUIET)
     with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
-        assert {"dense", "nezha"} <= set(service.engine.strategies)
+        assert {"dense", "nezha"} <= set(service.engine.selectable)
         assert service.models()[0]["recserve"]["outcomes"]
     shutil.copytree(
         tiny_bundle(tmp_path / "other", ranker=False) / "recommender",
@@ -254,7 +254,7 @@ def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
     path.write_bytes(changed)
     bundle.commit("recommender", {})
     with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
-        assert not {"dense", "nezha"} & set(service.engine.strategies)
+        assert not {"dense", "nezha"} & set(service.engine.selectable)
     for section in ("retriever", "drafters/nezha"):
         assert f"{section} belongs to another recommender" in caplog.text
     with pytest.raises(BundleError, match="no retriever for this recommender"):

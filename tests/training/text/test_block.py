@@ -9,6 +9,7 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.kernels.tree_batch import Prefixes
 from recserve.models.drafters.block_files import load_block
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
@@ -47,10 +48,10 @@ class Seen:
         params, pool = SamplingParams(temperature=0.0), self.drafter.pool
         slots = torch.arange(len(self.tokens)) + pool.page_size
         tokens = self.tokens[:length].tolist()
-        context = TextContext(1, tokens, 1, params, Speculation("block"), slots=slots)
+        context = TextContext(1, tokens, 1, params, Speculation("block"), table=slots[None])
         self.drafter.read([StateSpan(context, 0, self.states[: length - 1])])
-        roots = (slots[1:length],)
-        return self.drafter.outputs(torch.tensor(tokens[-1:]), roots)[0]
+        known = Prefixes.of([slots[1:length]])
+        return self.drafter.outputs(torch.tensor(tokens[-1:]), known)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,12 +4,14 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from recserve.models.drafters.eagle_files import load_eagle
 from recserve.speculation.drafters.eagle import EagleDrafter
 from recserve.training.options import TrainOptions
+from recserve.training.text.drafters import eagle as eagle_module
 from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee, train_eagle
 from tests.support.drafter_training import (
     FAST,
@@ -60,6 +62,36 @@ def test_an_unrolled_step_is_a_draft(kind, model, text):
             torch.testing.assert_close(unrolled[step][0, row], output[0], rtol=1e-4, atol=1e-4)
             inputs = torch.cat([inputs, output])
             words = torch.cat([words, embedded[row + 2 + step][None]])
+
+
+@pytest.mark.parametrize(("kind", "words"), [("eagle", None), ("eagle3", None), ("eagle3", 30)])
+@torch.inference_mode()
+def test_the_loss_is_that_of_a_plain_loop(kind, words, model, text, monkeypatch):
+    """Each position's cross-entropy with the target, of those tokens that the network can say."""
+    monkeypatch.setattr(eagle_module, "NOISE", 0.0)
+    trainee = EagleTrainee(recipe(kind, words), model, text, text, seed=3)
+    rows = np.array([0, 2, 3])
+    tokens, states, final, logits = trainee._target(trainee.train[rows])
+    network, total = trainee.model, 0.0
+    for step, given in enumerate(trainee._outputs(tokens, states, 1 if kind == "eagle" else 3)):
+        losses = []
+        for own, wanted in zip(given, logits[:, 1 + step :].float(), strict=True):
+            for state, target in zip(own, wanted, strict=True):
+                if words is not None:
+                    if target.argmax() not in network.token_map:
+                        continue
+                    target = target[network.token_map]
+                said = network.logits(state[None], model)[0].log_softmax(0)
+                losses.append(float(-(target.softmax(0) * said).sum()))
+        mean = sum(losses) / len(losses)
+        if kind == "eagle":
+            difference = (given - final[:, 1:]).abs()
+            smooth = torch.where(difference < 1, difference**2 / 2, difference - 0.5)
+            total = float(smooth.mean()) + eagle_module.LOGITS_WEIGHT * mean
+        else:
+            total += trainee.discount**step * mean
+    loss = trainee.loss(rows)
+    assert float(loss.total) == pytest.approx(total, rel=1e-4)
 
 
 def eagle_drafter(network, model) -> EagleDrafter:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -19,6 +20,7 @@ from recserve.training.schedule import Schedule
 from recserve.training.text.language_model import (
     BOOKS,
     LanguageRecipe,
+    LanguageTrainee,
     read_texts,
     standard_library,
     train_language_model,
@@ -47,6 +49,18 @@ def train_rhyme(folder: Path) -> None:
         report.history[-1].metrics["log_likelihood"] > report.history[0].metrics["log_likelihood"]
     )
     assert report.metrics["log_likelihood"] > -1.0  # -5.6 by chance
+
+
+@pytest.mark.parametrize("num_windows", [1, 3, 64, 65, 90])
+@torch.inference_mode()
+def test_validation_reads_at_most_64_windows(num_windows):
+    """One after the other from the start; batches of any size weigh by their windows."""
+    drawn, size = np.random.default_rng(0), TINY.window
+    held_out = drawn.integers(280, size=num_windows * size + 1)
+    trainee = LanguageTrainee(TINY, held_out, held_out, 0, torch.device("cpu"))
+    rows = [held_out[size * n : size * (n + 1) + 1] for n in range(min(num_windows, 64))]
+    losses = [float(trainee._cross_entropy(torch.from_numpy(row)[None])) for row in rows]
+    assert trainee.validate()["log_likelihood"] == pytest.approx(-np.mean(losses), rel=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,7 @@ def test_training_makes_drafts_longer(model, text, trained):
     assert 0 < linear < quadratic
 
 
+@pytest.mark.slow
 def test_older_mask_tokens_are_the_start(model, text, trained, tmp_path):
     """The target was trained again: its old masks are a better start than new ones."""
     cut = (ROWS - HELD_OUT) * WINDOW

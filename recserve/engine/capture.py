@@ -8,7 +8,7 @@ The host needs hundreds of microseconds to launch a layer. For up to about a tho
 device computes it in less, so the prefill of one request waits for the host: a new history, or a
 new event behind a cached one. A graph holds the layers for up to a number of rows. Its inputs are
 embedded outside, because tables of items may move. They lie in buffers at fixed addresses. Rows
-after the prefill's own form a second tree, without a root, that writes to the spare slot.
+after the prefill's own form a second tree, without a prefix, that writes to the spare slot.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.kernels.attention.reference import SOFTMAX
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import Runner
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
-from recserve.models.attention import PagedAttention
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.language_model import LanguageModel
 from recserve.models.recommender import Recommender
 
@@ -298,7 +297,7 @@ Model = Recommender | LanguageModel
 PREFILL_STATES = 16  # most last rows whose states are read: the last token, and placeholders
 PREFILL_LIMITS = CaptureLimits(seconds=20.0, bytes=2**30)
 # The outcome of a step that computes a prefix. `replayed` used a graph. The others were launched,
-# because of company: other prefixes or trees in the forward pass; size: its rows, states or root.
+# because of company: other prefixes or trees in the forward pass; size: its rows, states or prefix.
 PrefillResult = Literal["replayed", "company", "size"]
 PREFILL_RESULTS: tuple[PrefillResult, ...] = get_args(PrefillResult)
 
@@ -325,39 +324,40 @@ PREFILL_BUCKETS = tuple(PrefillBucket(rows + 1) for rows in (16, 64, 256, 512, 1
 
 
 class PrefillGraph(CapturedGraph[Tensor]):
-    """The layers over a chain of at most `rows - 1` embedded tokens under a cached root."""
+    """The layers over a chain of at most `rows - 1` embedded tokens under a cached prefix."""
 
-    def __init__(self, runner: Runner, model: Model, bucket: PrefillBucket) -> None:
+    def __init__(self, runner: Runner, kv: KVCache, model: Model, bucket: PrefillBucket) -> None:
         """Allocates the buffers.
 
         Args:
             runner: The runner of the model.
+            kv: The cache, whose slot table the graph reads.
             model: Its decoder runs.
             bucket: Rows of the graph.
         """
         pool, weight, rows = runner.pool, model.tokens.weight, bucket.rows
-        self.runner, self.model, self.bucket, self.rows = runner, model, bucket, rows
-        device, width = weight.device, model.config.decoder.max_positions
+        self.runner, self.kv, self.model, self.bucket = runner, kv, model, bucket
+        device, self.rows = weight.device, rows
         self._x = weight.new_zeros(rows, weight.shape[1])
         self._slots = torch.full((rows,), pool.spare_slot, device=device)
-        self._root = torch.full((1, width), pool.spare_slot, device=device)
-        # Root lengths of both trees, and where the trees begin and end.
+        # Prefixes of both trees, and where the trees begin and end.
+        self._starts = torch.zeros(2, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(2, dtype=torch.int64, device=device)
         self._offsets = torch.zeros(3, dtype=torch.int64, device=device)
         self._offsets[1:].fill_(rows)
         self._offsets[1:2].fill_(1)
         self._index = torch.arange(rows, device=device)
         self._last = torch.arange(PREFILL_STATES, device=device) - PREFILL_STATES
-        self._table_rows = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def load(self, piece: BatchSlice, x: Tensor) -> None:
+    def load(self, batch: TreeBatch, x: Tensor) -> None:
         """Copies a prefill and its embedded tokens x [n, E] to the buffers, without a host wait."""
-        count, root = x.shape[0], piece.prefix_slots[0]
+        count, prefixes = x.shape[0], batch.prefixes
         self._x[:count].copy_(x)
-        self._slots[:count].copy_(piece.slots)
+        self._slots[:count].copy_(batch.slots)
         self._slots[count:].fill_(self.runner.pool.spare_slot)
-        self._root[0, : root.shape[0]].copy_(root)
-        self._lengths[:1].fill_(root.shape[0])
+        (start,), (length,) = prefixes.on_host()
+        self._starts[:1].fill_(start)
+        self._lengths[:1].fill_(length)
         self._offsets[1:2].fill_(count)
 
     def __call__(self) -> Tensor:
@@ -371,12 +371,10 @@ class PrefillGraph(CapturedGraph[Tensor]):
             ends=torch.where(own, count, self.rows),
             offsets=self._offsets,
         )
-        roots = PrefixTable(self._root, self._table_rows, self._lengths)
-        batch = TreeBatch(tree, None, self._slots, roots, fillers=1)
-        attend = PagedAttention(batch, self.runner.pool, SOFTMAX, self.runner.attention)
-        read = (self._last + count).clamp(min=0)
-        states: Tensor = self.model.decoder(self._x, batch.positions(), attend, read)
-        return states
+        most = self.model.config.decoder.max_positions
+        prefixes = Prefixes.on_device(self.kv.slots, self._starts, self._lengths, most)
+        batch = TreeBatch(tree, None, self._slots, prefixes, fillers=1, fixed_shapes=True)
+        return self.runner.layers(batch, self._x, (self._last + count).clamp(min=0))
 
 
 class PrefillGraphs(GraphSet[PrefillGraph]):
@@ -386,6 +384,7 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
     def __init__(
         self,
         runner: Runner,
+        kv: KVCache,
         model: Model,
         recorder: Recorder,
         limits: CaptureLimits = PREFILL_LIMITS,
@@ -395,6 +394,7 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
 
         Args:
             runner: The runner of the model.
+            kv: The cache of the model.
             model: The model.
             recorder: Captures the prefills.
             limits: How much time and memory that may take.
@@ -404,47 +404,45 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
         self._model, longest = model, model.config.decoder.max_positions
         # The largest history needs one graph that holds it, and none beyond.
         fitting = [b for n, b in enumerate(buckets) if not n or buckets[n - 1].rows <= longest]
-        self.use(self.capture(fitting, partial(PrefillGraph, runner, model)) or [], fitting)
+        self.use(self.capture(fitting, partial(PrefillGraph, runner, kv, model)) or [], fitting)
 
-    def replay(self, piece: BatchSlice) -> Tensor | None:
+    def replay(self, batch: TreeBatch) -> Tensor | None:
         """Returns the states of a prefill [num_states, E], or None if no graph holds it."""
-        graph, states = self._fitting(piece), piece.num_states
+        graph, states = self._fitting(batch), batch.num_states
         if graph is None or states is None:
             self.counts["size"] += 1
             return None
         self.counts["replayed"] += 1
-        graph.load(piece, self._embedded(piece.inputs.tokens))
+        graph.load(batch, self._model.embed(batch.inputs.tokens))
         return graph.replay()[PREFILL_STATES - states :].clone()
 
-    def _fitting(self, piece: BatchSlice) -> PrefillGraph | None:
-        count, states = len(piece.inputs), piece.num_states
+    def _fitting(self, batch: TreeBatch) -> PrefillGraph | None:
+        count, states = len(batch.inputs), batch.num_states
         if states is None or not 0 < states <= min(PREFILL_STATES, count):
             return None
-        if len(piece.prefix_slots) != 1 or piece.tree.shared is not None:
+        if len(batch.prefixes) != 1 or batch.tree.shared is not None:
             return None
-        if piece.prefix_slots[0].shape[0] > self._model.config.decoder.max_positions:
+        if batch.prefixes.longest > self._model.config.decoder.max_positions:
             return None
         return next((graph for graph in self.captured if count < graph.rows), None)
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        model = self._model
-        if isinstance(model, Recommender):
-            return model.embed(tokens)
-        found: Tensor = model.tokens(tokens)
-        return found
-
 
 def cuda_prefills(
-    runner: Runner, model: Model, wanted: bool | None, limits: CaptureLimits = PREFILL_LIMITS
+    runner: Runner,
+    kv: KVCache,
+    model: Model,
+    wanted: bool | None,
+    limits: CaptureLimits = PREFILL_LIMITS,
 ) -> PrefillGraphs | None:
     """Captures the prefills of a model on a CUDA device. Returns None on others, or if not wanted.
 
     Args:
         runner: The runner of the model.
+        kv: The cache of the model.
         model: The model.
         wanted: False disables graphs.
         limits: How much time and memory that may take.
     """
     if wanted is False or not is_cuda(runner.pool.keys.device):
         return None
-    return PrefillGraphs(runner, model, CudaRecorder(), limits)
+    return PrefillGraphs(runner, kv, model, CudaRecorder(), limits)

@@ -24,14 +24,15 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import CachedPrefix, SearchSequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.items.beam_search_graph import BeamSearchGraph, BeamSearchGraphs
-from recserve.engine.items.cohort import Round, SearchBatch, checked, computed_nodes, isolate
+from recserve.engine.beam_search_graph import BeamSearchGraph, BeamSearchGraphs
+from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import GraphSet, PrefillGraphs
-from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.engine.runtime.scheduler import Chunk, Scheduler, expired
+from recserve.engine.runner import Runner
+from recserve.engine.scheduler import Chunk, Scheduler, expired
+from recserve.engine.search_batch import Round, SearchBatch, checked, computed_nodes, zero_nonfinite
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.inputs import NodeInputs
 
 log = logging.getLogger(__name__)
@@ -41,15 +42,15 @@ class StrategyError(RuntimeError):
     """A strategy broke its contract with the scheduler. Its requests fail, and no others."""
 
 
-class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
+class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
     """Item requests: the members of a batch are fixed until its end, and have all their pages.
 
     Attributes:
-        cohorts: Requests whose search runs.
-        cold: Admitted requests whose root still needs a forward pass.
-        warm: Admitted requests whose root is computed.
+        batches: Requests whose search runs.
+        cold: Admitted requests whose prefix still needs a forward pass.
+        warm: Admitted requests whose prefix is computed.
         step_tokens: Most tokens that a step computes, so that other requests need not wait. Longer
-            roots and drafts are computed in several steps. Root tokens that see each other are
+            prefixes and drafts are computed in several steps. Prefix tokens that see each other are
             computed in one. None computes everything at once.
         admitted_tokens: Most tokens that the admitted requests have still to compute. Those that
             wait in the queue hold no pages, and leave it when they expire. None sets no bound.
@@ -66,7 +67,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
     ) -> None:
         super().__init__(runner, kv)
         self.step_tokens, self.admitted_tokens = step_tokens, admitted_tokens
-        self.cohorts: list[SearchBatch] = []
+        self.batches: list[SearchBatch] = []
         self._admitted: dict[SearchSequence, None] = {}  # in the order of admission
         self.cold: list[SearchSequence] = []
         self.warm: list[SearchSequence] = []
@@ -91,7 +92,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
 
     def check(self, sequence: SearchSequence) -> None:
         """Raises RequestTooLarge if the request needs more pages than the pool has."""
-        rows = len(sequence.request.root.inputs)
+        rows = len(sequence.request.prefix.inputs)
         self._check_pages(self._num_pages(sequence), f"a history of {rows} rows and its trees")
 
     def admit(self, sequence: SearchSequence) -> bool:
@@ -99,20 +100,21 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         are free, or if the admitted requests suffice for the next steps.
         """
         kv, request, timing = self.kv, sequence.request, sequence.timing
-        capacity, rows = sequence.strategy.tree_capacity(request), request.root.keys.shape[0]
-        placed = kv.place(_keys(request), capacity, separate=True)
+        capacity, rows = sequence.strategy.tree_capacity(request), request.prefix.keys.shape[0]
+        placed = kv.place(sequence, _keys(request), capacity, separate=True)
         if placed is None:
             return False
-        pages, slots, length, cached = placed
-        tree_slots = slots[kv.pages_of(rows) * kv.page_size :]
+        length, cached = placed
+        below = slice(kv.pages_of(rows) * kv.page_size, len(sequence.pages) * kv.page_size)
         if self.admitted_tokens is not None and self.num_admitted:
-            tokens = rows - length + tree_slots.shape[0]
+            tokens = rows - length + below.stop - below.start
             if self._num_open_tokens() + tokens > self.admitted_tokens:
-                kv.allocator.release(pages)
+                kv.release(sequence)
                 return False
-        sequence.place(pages, slots[:rows], tree_slots, length, cached or CachedPrefix())
+        sequence.tree_slots = sequence.slots[below]
+        sequence.take_cached(rows, length, cached or CachedPrefix())
         timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
-        timing.root_cached, timing.root_computed = length, rows - length
+        timing.prefix_cached, timing.prefix_computed = length, rows - length
         self._admitted[sequence] = None
         (self.warm if sequence.computed else self.cold).append(sequence)
         return True
@@ -129,33 +131,33 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         return pages
 
     def settle(self) -> None:
-        """Starts the requests with computed roots, and ends those that are finished or late."""
+        """Starts the requests with computed prefixes, and ends those that are finished or late."""
         warm, self.warm = self.warm, []
-        if self.cold or self.cohorts:
+        if self.cold or self.batches:
             self._end_late()
         if warm:
             self._start(warm)
-        if self.cohorts:
+        if self.batches:
             self._finish()
 
     def schedule(self) -> tuple[list[Chunk[SearchSequence]], list[SearchBatch]]:
-        """Proposes the trees of every batch, and returns `step_tokens` tokens of roots and trees.
+        """Proposes trees for all batches, and returns `step_tokens` tokens of prefixes and trees.
 
-        Roots come first. A root or a round that is longer continues in the next step.
+        Prefixes come first. A prefix or a round that is longer continues in the next step.
         """
-        new = [cohort for cohort in self.cohorts if cohort.round is None and not cohort.graphs]
-        for cohort, draft in [(cohort, cohort.strategy.propose(cohort.state)) for cohort in new]:
-            cohort.round = Round(draft, self._place(cohort, draft))
+        new = [batch for batch in self.batches if batch.round is None and not batch.graphs]
+        for batch, draft in [(batch, batch.strategy.propose(batch.state)) for batch in new]:
+            batch.round = Round(draft, self._place(batch, draft))
         chunks, left = self._next_chunks()
         batches = list[SearchBatch]()
-        for cohort in self.cohorts:
-            if cohort.graphs:
-                batches.append(cohort)
+        for batch in self.batches:
+            if batch.graphs:
+                batches.append(batch)
             elif left is None or left > 0:
-                assert cohort.round is not None
-                size = cohort.round.take(left)
+                assert batch.round is not None
+                size = batch.round.take(left)
                 left = None if left is None else left - size
-                batches.append(cohort)
+                batches.append(batch)
         return chunks, batches
 
     def replay(
@@ -165,113 +167,121 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         if self.searches is not None:
             whole, trees = [b for b in trees if b.graphs], [b for b in trees if not b.graphs]
             for batch in whole:
-                search = self.searches.replay(batch.graphs, batch.sequences)
-                batch.state = batch.strategy.after_replay(batch.sequences, search)
-                batch.graphs = ()
+                self._replay_search(self.searches, batch)
         if self.prefills is not None and chunks:
             if len(chunks) > 1 or trees:
                 self.prefills.counts["company"] += 1
-            elif (states := self.prefills.replay(self.chunk_slice(chunks[0]))) is not None:
+            elif (states := self.prefills.replay(self.chunk_batch(chunks[0]))) is not None:
                 self.finish_prefill(chunks, [states])
                 chunks = ()
         return chunks, trees
 
-    def tree_slice(self, trees: SearchBatch) -> BatchSlice:
+    def _replay_search(self, searches: BeamSearchGraphs, batch: SearchBatch) -> None:
+        """Replays the search of one batch. If that fails, each of its requests starts alone."""
+        try:
+            search = searches.replay(batch.graphs, batch.sequences)
+            batch.state = batch.strategy.after_replay(batch.sequences, search)
+            batch.graphs = ()
+        except Exception as error:
+            log.exception("a captured search failed")
+            self.batches = [one for one in self.batches if one is not batch]
+            self._start_alone(batch.strategy, batch.sequences, error)
+
+    def tree_batch(self, trees: SearchBatch) -> TreeBatch:
         """Returns the nodes that the step computes."""
         assert trees.round is not None and trees.round.part is not None
         return trees.round.part
 
     def finish_prefill(self, chunks: Seq[Chunk[SearchSequence]], states: Seq[Tensor]) -> None:
-        """Caches complete roots, whose requests may start. Roots that are not finite fail."""
-        flawed = list[SearchSequence]()
+        """Caches complete prefixes, whose requests may start. Prefixes that are not finite fail."""
+        nonfinite = list[SearchSequence]()
         for chunk, own in zip(chunks, states, strict=True):
             sequence, stop = chunk.sequence, chunk.sequence.num_computed + chunk.size
             # On a CUDA device, the check would make the host wait. There the result shows it.
             if not own.is_cuda and not all_finite(own):
-                flawed.append(sequence)
-            elif stop < sequence.root_length:
+                nonfinite.append(sequence)
+            elif stop < sequence.prefix_length:
                 sequence.num_computed = stop
                 continue
             else:
-                self._store_root(sequence, own)
+                self._store_prefix(sequence, own)
                 self.warm.append(sequence)
             self.cold.remove(sequence)
-        self._end([(sequence, NotFinite()) for sequence in flawed])
+        self._end([(sequence, NotFinite()) for sequence in nonfinite])
 
-    def verify(self, trees: SearchBatch, piece: BatchSlice, states: Tensor) -> None:
+    def verify(self, trees: SearchBatch, batch: TreeBatch, states: Tensor) -> None:
         """Hands the states of a round to the strategy, once all of its nodes are computed."""
         assert trees.round is not None
         for sequence in trees.sequences:
             sequence.timing.forwards += 1
-        whole = trees.round.add(isolate(trees.sequences, piece, states, self.runner.pool))
+        whole = trees.round.add(zero_nonfinite(trees.sequences, batch, states, self.runner.pool))
         if whole is not None:
-            draft, slots = trees.round.draft, trees.round.piece.slots
+            draft, slots = trees.round.draft, trees.round.batch.slots
             trees.state = trees.strategy.verify(trees.state, draft, slots, whole)
             trees.round = None
 
     def drop_all(self) -> list[SearchSequence]:
         """Removes all running requests, releases their pages, and returns them."""
         dropped = self.admitted
-        self.cold, self.warm, self.cohorts = [], [], []
+        self.cold, self.warm, self.batches = [], [], []
         self._remove(dropped)
         for sequence in dropped:
             sequence.restart()
         return dropped
 
     def drop_cancelled(self) -> None:
-        """Removes cancelled requests. A cohort is removed once all of its requests are
+        """Removes cancelled requests. A batch is removed once all of its requests are
         cancelled.
         """
         gone = [s for s in (*self.cold, *self.warm) if s.future.cancelled()]
         self.cold = [s for s in self.cold if not s.future.cancelled()]
         self.warm = [s for s in self.warm if not s.future.cancelled()]
         running = []
-        for cohort in self.cohorts:
-            if all(s.future.cancelled() for s in cohort.sequences):
-                gone += cohort.sequences
+        for batch in self.batches:
+            if all(s.future.cancelled() for s in batch.sequences):
+                gone += batch.sequences
             else:
-                running.append(cohort)
-        self.cohorts = running
+                running.append(batch)
+        self.batches = running
         self._remove(gone)
 
     def _remove(self, sequences: Seq[SearchSequence]) -> None:
-        """Releases the pages. A request that is not finite leaves no root in the prefix cache."""
+        """Releases the pages. A request that is not finite leaves no prefix in the prefix cache."""
         for sequence in sequences:
-            if sequence.flawed:
-                log.error("the model's output for a request is not finite; its root is dropped")
+            if sequence.nonfinite:
+                log.error("the model's output for a request is not finite; its prefix is dropped")
                 self.kv.discard(_keys(sequence.request), sequence.pages)
-            self.kv.allocator.release(sequence.pages)
-            sequence.pages = []
+            self.kv.release(sequence)
             self._admitted.pop(sequence, None)
 
     def _next_chunks(self) -> tuple[list[Chunk[SearchSequence]], int | None]:
-        """Returns the parts of roots that the next step computes, and how many tokens it has left
-        for trees. None: the step has no bound.
+        """Returns the parts of prefixes that the next step computes, and how many tokens it has
+        left for trees. None: the step has no bound.
         """
         left, chunks = self.step_tokens, []
         for sequence in self.cold:
-            stop = sequence.root_length
+            stop = sequence.prefix_length
             if left is not None:
                 if left <= 0:
                     break
-                least = sequence.request.root.shared
+                least = sequence.request.prefix.shared
                 stop = min(stop, max(sequence.num_computed + left, least))
                 left -= stop - sequence.num_computed
             chunks.append(Chunk(sequence, stop - sequence.num_computed))
         return chunks, left
 
     def _num_pages(self, sequence: SearchSequence) -> int:
-        """Returns the number of pages of a request's root and trees."""
+        """Returns the number of pages of a request's prefix and trees."""
         request = sequence.request
         capacity = sequence.strategy.tree_capacity(request)
-        return self.kv.pages_of(len(request.root.inputs)) + self.kv.pages_of(capacity)
+        return self.kv.pages_of(len(request.prefix.inputs)) + self.kv.pages_of(capacity)
 
     def _num_open_tokens(self) -> int:
         """Returns how many tokens of the admitted requests are not computed, in whole pages."""
-        return sum(s.root_length - s.num_computed + s.tree_slots.shape[0] for s in self._admitted)
+        return sum(s.prefix_length - s.num_computed + s.tree_slots.shape[0] for s in self._admitted)
 
     def _end_late(self) -> None:
-        """Ends requests between two parts of their root or of a round, once they are late.
+        """Ends requests between two parts of their prefix or of a round, once they are late.
 
         A round ends only if nobody waits for any of its results.
         """
@@ -279,21 +289,21 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
         late = [sequence for sequence in self.cold if expired(sequence.request)]
         if late:
             self.cold = [sequence for sequence in self.cold if sequence not in late]
-        for cohort in self.cohorts:
-            gone = (cohort.round is not None or cohort.graphs) and all(
-                s.future.cancelled() or expired(s.request) for s in cohort.sequences
+        for batch in self.batches:
+            gone = (batch.round is not None or batch.graphs) and all(
+                s.future.cancelled() or expired(s.request) for s in batch.sequences
             )
             if gone:
-                late += cohort.sequences
+                late += batch.sequences
             else:
-                running.append(cohort)
-        self.cohorts = running
+                running.append(batch)
+        self.batches = running
         if late:
             error = DeadlineExceeded("the deadline passed while the request ran")
             self._end([(sequence, error) for sequence in late])
 
     def _start(self, ready: list[SearchSequence]) -> None:
-        """Groups requests with computed roots into cohorts."""
+        """Groups requests with computed prefixes into batches."""
         if len(ready) == 1:
             self._start_group(ready[0].strategy, ready)
             return
@@ -307,7 +317,7 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             self._start_group(strategy, sequences)
 
     def _start_group(self, strategy: Strategy, sequences: list[SearchSequence]) -> None:
-        """Starts one cohort, unless the next step replays its search. If that fails, each request
+        """Starts one batch, unless the next step replays its search. If that fails, each request
         starts alone.
         """
         began, timing = time.perf_counter(), sequences[0].timing
@@ -318,51 +328,57 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             if self.searches is not None and name is not None and strategy.can_replay(sequences):
                 graphs = self.searches.find(name, sequences)
             state = None if graphs else strategy.start(sequences)
-            self.cohorts.append(SearchBatch(strategy, sequences, state, graphs=graphs))
+            self.batches.append(SearchBatch(strategy, sequences, state, graphs=graphs))
             spent_ms = (time.perf_counter() - began) * 1e3 - (timing.draft_ms - drafted_ms)
             for sequence in sequences:
                 sequence.timing.verify_ms += spent_ms
         except Exception as error:
-            if len(sequences) == 1:
-                self._end([(sequences[0], error)])
-                return
-            for sequence in sequences:
-                self._start_group(strategy, [sequence])
+            self._start_alone(strategy, sequences, error)
+
+    def _start_alone(
+        self, strategy: Strategy, sequences: list[SearchSequence], error: Exception
+    ) -> None:
+        """Starts each request of a group alone after an error. One that was alone gets it."""
+        if len(sequences) == 1:
+            self._end([(sequences[0], error)])
+            return
+        for sequence in sequences:
+            self._start_group(strategy, [sequence])
 
     def _finish(self) -> None:
-        """Ends the requests of finished cohorts. A cohort that raises an error fails alone."""
-        cohorts, self.cohorts = self.cohorts, []
-        for cohort in cohorts:
+        """Ends the requests of finished batches. A batch that raises an error fails alone."""
+        batches, self.batches = self.batches, []
+        for batch in batches:
             began = time.perf_counter()
             try:
-                if cohort.state is None or not cohort.strategy.finished(cohort.state):
-                    self.cohorts.append(cohort)
+                if batch.state is None or not batch.strategy.finished(batch.state):
+                    self.batches.append(batch)
                     continue
-                results = self._results_of(cohort)
+                results = self._results_of(batch)
                 spent_ms = (time.perf_counter() - began) * 1e3
-                for sequence in cohort.sequences:
+                for sequence in batch.sequences:
                     sequence.timing.verify_ms += spent_ms
             except Exception as error:
                 log.exception("a strategy failed to finish its requests")
-                results = [error] * len(cohort.sequences)
-            self._settle(cohort, results)
+                results = [error] * len(batch.sequences)
+            self._settle(batch, results)
 
-    def _results_of(self, cohort: SearchBatch) -> list[Result | Continuation | Exception]:
-        """Returns a result for each request of a finished cohort."""
-        results = cohort.strategy.finish(cohort.state)
-        if len(results) != len(cohort.sequences):
+    def _results_of(self, batch: SearchBatch) -> list[Result | Continuation | Exception]:
+        """Returns a result for each request of a finished batch."""
+        results = batch.strategy.finish(batch.state)
+        if len(results) != len(batch.sequences):
             raise StrategyError(
-                f"the strategy {type(cohort.strategy).__name__} returned {len(results)} results "
-                f"for {len(cohort.sequences)} requests"
+                f"the strategy {type(batch.strategy).__name__} returned {len(results)} results "
+                f"for {len(batch.sequences)} requests"
             )
         return [
-            NotFinite() if sequence.flawed else checked(result)
-            for sequence, result in zip(cohort.sequences, results, strict=True)
+            NotFinite() if sequence.nonfinite else checked(result)
+            for sequence, result in zip(batch.sequences, results, strict=True)
         ]
 
-    def _settle(self, cohort: SearchBatch, results: Seq[Result | Continuation | Exception]) -> None:
+    def _settle(self, batch: SearchBatch, results: Seq[Result | Continuation | Exception]) -> None:
         """Ends the requests with a result. Those that continue with another search are warm."""
-        for sequence, result in zip(cohort.sequences, results, strict=True):
+        for sequence, result in zip(batch.sequences, results, strict=True):
             if not isinstance(result, Continuation):
                 self._end([(sequence, result)])
             elif expired(sequence.request):
@@ -372,11 +388,11 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
                 sequence.search_again(result)
                 self.warm.append(sequence)
 
-    def _place(self, cohort: SearchBatch, draft: Draft) -> BatchSlice:
+    def _place(self, batch: SearchBatch, draft: Draft) -> TreeBatch:
         """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
         counts = computed_nodes(draft)
         taken = []
-        for sequence, count in zip(cohort.sequences, counts, strict=True):
+        for sequence, count in zip(batch.sequences, counts, strict=True):
             taken.append(sequence.take_tree_slots(count))
             sequence.timing.nodes += count
             sequence.rounds += count > 0
@@ -385,24 +401,21 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             # Nodes neither scored nor computed have no descendants: any valid slot will do.
             slots = draft.scored.clamp(min=0)
             slots[draft.queries] = new
-        roots = tuple(sequence.prefix_slots for sequence in cohort.sequences)
-        return BatchSlice(
-            tree=draft.tree,
-            inputs=draft.inputs,
-            queries=draft.queries,
-            slots=slots,
-            prefix_slots=roots,
-            counts=counts,
+        if batch.prefixes is None:
+            lengths = [sequence.prefix_length for sequence in batch.sequences]
+            batch.prefixes = self.kv.before(batch.sequences, lengths)
+        return TreeBatch(
+            draft.tree, draft.queries, slots, batch.prefixes, counts, inputs=draft.inputs
         )
 
-    def chunk_slice(self, chunk: Chunk[SearchSequence]) -> BatchSlice:
-        """Returns the next tokens of a root as a chain. Placeholders follow the last one."""
+    def chunk_batch(self, chunk: Chunk[SearchSequence]) -> TreeBatch:
+        """Returns the next tokens of a prefix as a chain. Placeholders follow the last one."""
         sequence, stop = chunk.sequence, chunk.sequence.num_computed + chunk.size
-        root, start = sequence.request.root, sequence.num_computed
-        inputs, slots = root.inputs.select(slice(start, stop)), sequence.prefix_slots
+        prefix, start = sequence.request.prefix, sequence.num_computed
+        inputs, slots = prefix.inputs.select(slice(start, stop)), sequence.slots
         places, kinds = slots[start:stop], None
         num_states = min(len(inputs), 1)
-        if sequence.placeholders is not None and stop == sequence.root_length:
+        if sequence.placeholders is not None and stop == sequence.prefix_length:
             count = len(sequence.placeholders)
             num_states += count
             kinds = torch.full((len(inputs) + count,), AUXILIARY, device=slots.device)
@@ -410,35 +423,30 @@ class ItemScheduler(Scheduler[SearchSequence, SearchBatch]):
             inputs = NodeInputs.cat([inputs, sequence.placeholders])
             places = torch.cat([places, sequence.tree_slots[:count]])
         tree = replace(chain(inputs.tokens), kinds=kinds)
-        if start < root.shared:
-            shared = on_device([root.shared], inputs.tokens.device)
+        if start < prefix.shared:
+            shared = on_device([prefix.shared], inputs.tokens.device)
             tree = replace(tree, shared=shared)
-        return BatchSlice(
-            tree=tree,
-            inputs=inputs,
-            queries=None,
-            slots=places,
-            prefix_slots=(slots[:start],),
-            num_states=num_states,
-            counts=[len(inputs)],
+        prefixes = self.kv.before([sequence], [start])
+        return TreeBatch(
+            tree, None, places, prefixes, [len(inputs)], inputs=inputs, num_states=num_states
         )
 
-    def _store_root(self, sequence: SearchSequence, states: Tensor) -> None:
-        """Caches a computed root."""
-        if sequence.num_computed < sequence.root_length:
+    def _store_prefix(self, sequence: SearchSequence, states: Tensor) -> None:
+        """Caches a computed prefix."""
+        if sequence.num_computed < sequence.prefix_length:
             sequence.last_hidden, states = states[0].clone(), states[1:]
         if sequence.placeholders is not None:
             # Nothing reads the keys and values again: trees overwrite them.
             sequence.placeholder_states = states.clone()
             sequence.timing.nodes += states.shape[0]
-        sequence.num_computed = sequence.root_length
+        sequence.num_computed = sequence.prefix_length
         cached = sequence.cached_prefix
         cached.last_hidden = sequence.last_hidden
         cached.placeholder_states = sequence.placeholder_states
-        pages = sequence.pages[: self.kv.pages_of(sequence.root_length)]
+        pages = sequence.pages[: self.kv.pages_of(sequence.prefix_length)]
         self.kv.prefixes.insert(_keys(sequence.request), pages, cached)
 
 
 def _keys(request: Request) -> PrefixKeys:
-    root = request.root
-    return PrefixKeys(root.keys, root.shared, salt=root.salt)
+    prefix = request.prefix
+    return PrefixKeys(prefix.keys, prefix.shared, salt=prefix.salt)

@@ -13,41 +13,105 @@ import logging
 import math
 import time
 from bisect import bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
-
-import torch
 
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.sequence import Sequence
-from recserve.engine.runtime.cuda_graphs import GraphSet
-from recserve.engine.runtime.runner import BatchSlice, Runner
-from recserve.engine.runtime.scheduler import Chunk, Scheduler, turn
-from recserve.engine.text.draft_proposer import DraftProposer
-from recserve.engine.text.groups import TextGroup, TextGroups
-from recserve.engine.text.limits import TextLimits, check_query
-from recserve.engine.text.prefill import chunks, computed_by_another
-from recserve.engine.text.sequence import TextSequence, context_of
-from recserve.engine.text.step import StepOutputs, text_step, token_logprobs
-from recserve.engine.text.step_states import StepStates, masks_of, split_states, taps_for
-from recserve.engine.text.text_step_graph import TextStepGraphs
-from recserve.engine.text.trees import TreePacker
+from recserve.engine.capture import GraphSet
+from recserve.engine.draft_proposer import DraftProposer
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import Runner
+from recserve.engine.scheduler import Chunk, Scheduler, service_order
+from recserve.engine.text_groups import TextGroup, TextGroups
+from recserve.engine.text_sequence import TextSequence, context_of
+from recserve.engine.text_step import (
+    StepOutputs,
+    StepStates,
+    masks_of,
+    split_states,
+    taps_for,
+    text_step,
+    token_logprobs,
+)
+from recserve.engine.text_step_graph import TextStepGraphs
+from recserve.engine.text_trees import TreePacker
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.inputs import NodeInputs
-from recserve.models.language_model import LanguageModel
+from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextOutcome
 from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.logits_processor import TokenCounts
+from recserve.speculation.verifiers.registry import check_rule
 
 log = logging.getLogger(__name__)
+
+
+class PromptTooLong(ValueError):
+    """A prompt leaves no position for a token of output."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """Limits of a text scheduler.
+
+    Attributes:
+        prefill_tokens: Most prompt tokens computed in a step, over all texts.
+        draft_nodes: Most nodes of a draft.
+    """
+
+    prefill_tokens: int = 512
+    draft_nodes: int = 64
+
+
+def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
+    """Checks a request against the model's vocabulary and positions, and its rule's parameters.
+
+    Raises:
+        PromptTooLong: If the prompt leaves no position for a token of output.
+        ValueError: If the prompt is empty, a token id is not in the vocabulary, every token may be
+            banned, or the acceptance rule does not allow the sampling parameters.
+    """
+    prompt, params = query.prompt, query.params
+    positions = config.decoder.max_positions
+    if prompt.ndim != 1 or not prompt.shape[0]:
+        raise ValueError(f"prompt is {prompt.shape}; it must be [n] with at least one token")
+    if prompt.shape[0] >= positions:
+        raise PromptTooLong(
+            f"the prompt has {prompt.shape[0]} tokens; the model has {positions} positions and "
+            "needs one for the output"
+        )
+    named = [*params.logit_bias, *params.stop_token_ids]
+    named += [token for word in params.bad_words for token in word]
+    for name, low, high in (
+        ("prompt", int(prompt.min()), int(prompt.max())),
+        ("a sampling parameter", min(named, default=0), max(named, default=0)),
+    ):
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(
+                f"{name} names tokens {low}..{high}; the vocabulary has {config.vocab_size} tokens"
+            )
+    if params.may_ban_all(config.vocab_size):
+        raise ValueError(
+            "bad_words, and stop_token_ids before min_tokens, ban every token; leave at least one "
+            f"of the {config.vocab_size}"
+        )
+    check_rule(query.speculation.verifier, params)
+
+
+class InvalidPath(RuntimeError):
+    """An acceptance rule broke its contract. The text fails, and no others."""
 
 
 class TextScheduler(Scheduler[TextSequence, TextGroup]):
@@ -67,10 +131,16 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         limits: TextLimits | None = None,
         graphs: TextStepGraphs | None = None,
         policy: DepthPolicy | None = None,
+        kv: KVCache | None = None,
     ) -> None:
-        """Drafts as `policy` says; None drafts whenever a draft is accepted at all."""
-        super().__init__(runner)
-        self.model, self.limits = model, limits or TextLimits()
+        """Drafts as `policy` says; None drafts whenever a draft is accepted at all.
+
+        `kv` is the cache of the runner's pool that `graphs` read. None makes one.
+        """
+        limits = limits or TextLimits()
+        longest = model.config.decoder.max_positions + limits.draft_nodes
+        super().__init__(runner, kv or KVCache(runner.pool, longest=longest))
+        self.model, self.limits = model, limits
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(
@@ -79,8 +149,16 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
-        self._flawed: list[TextSequence] = []  # prompts with states that are not finite
+        self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
         self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
+
+    @cached_property
+    def token_counts(self) -> TokenCounts:
+        """Token counts of all rows. They take memory once a text has penalties, or a graph."""
+        if self.graphs is not None:
+            return self.graphs.token_counts
+        rows, device = self.kv.slots.shape[0], self.kv.slots.device
+        return TokenCounts(rows, self.model.config.vocab_size, device)
 
     @property
     def admitted(self) -> list[TextSequence]:
@@ -122,13 +200,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             False if the pages are not free.
         """
         request = sequence.request
-        if request.params.counts_tokens and sequence.token_counts is None:
-            tokens, device = sequence.context.tokens, self.runner.pool.keys.device
-            sequence.token_counts = TokenCounts(tokens, self.model.config.vocab_size, device)
         if self._place(sequence):
-            insort(self.running, sequence, key=turn)
+            insort(self.running, sequence, key=service_order)
         elif sequence.waits:
-            insort(self.preempted, sequence, key=turn)
+            insort(self.preempted, sequence, key=service_order)
         else:
             return False
         if request.deadline_s is not None:
@@ -140,9 +215,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def settle(self) -> None:
         """Ends texts whose deadline has passed, and those whose prompt is not finite."""
         self._proposer.record_step()
-        if self._flawed:
-            flawed, self._flawed = self._flawed, []
-            self._end([(sequence, NotFinite()) for sequence in flawed if sequence.pages])
+        if self._nonfinite:
+            nonfinite, self._nonfinite = self._nonfinite, []
+            self._end([(sequence, NotFinite()) for sequence in nonfinite if sequence.pages])
         now = time.monotonic()
         if now <= self._earliest_s:
             return
@@ -164,7 +239,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         groups = self._groups(parts)
         return [part for part in parts if part.sequence.pages], groups
 
-    def chunk_slice(self, chunk: Chunk[TextSequence]) -> BatchSlice:
+    def chunk_batch(self, chunk: Chunk[TextSequence]) -> TreeBatch:
         """Returns the tokens of a prompt as a chain under those before them.
 
         Only the last state is read, unless the drafter reads all of them.
@@ -173,24 +248,32 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         slots, start = sequence.slots, sequence.num_computed
         stop = start + chunk.size
         tokens = on_device(sequence.context.tokens[start:stop], slots.device)
-        return BatchSlice(
-            tree=chain(tokens),
+        return TreeBatch(
+            chain(tokens),
+            None,
+            slots[start:stop],
+            self.kv.before([sequence], [start]),
             inputs=NodeInputs(tokens),
-            queries=None,
-            slots=slots[start:stop],
-            prefix_slots=(slots[:start],),
             num_states=None if sequence.drafter.reads_states else 1,
         )
 
-    def tree_slice(self, trees: TextGroup) -> BatchSlice:
-        """Returns the texts' trees with their slots. Node 0 is the last committed token."""
-        return trees.piece(self._pack(trees.last_tokens, trees.drafts))
+    def tree_batch(self, trees: TextGroup) -> TreeBatch:
+        """Returns the texts' trees with their slots. Node 0 is the last committed token.
 
-    def forward(self, pieces: Seq[BatchSlice]) -> list[StepStates]:
-        """Returns the states of each piece, with those between layers that drafters read."""
+        A path of first children already lies in its final slots.
+        """
+        tree = self._pack(trees.last_tokens, trees.drafts)
+        lengths = [len(context.tokens) - 1 for context in trees.contexts]
+        prefixes = self.kv.before(trees.sequences, lengths)
+        return TreeBatch(
+            tree, None, trees.slots(self.kv.slots), prefixes, inputs=NodeInputs(tree.tokens)
+        )
+
+    def forward(self, parts: Seq[TreeBatch]) -> list[StepStates]:
+        """Returns the states of each part, with those between layers that drafters read."""
         drafters = [text.drafter for text in self.running]
         taps, masks = taps_for(drafters), masks_of(drafters)
-        return split_states(self.runner.forward(pieces, taps, masks), taps)
+        return split_states(self.runner.forward(parts, taps, masks), taps)
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
@@ -219,17 +302,20 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence, last_hidden = chunk.sequence, own.final[-1]
             if sequence.drafter.reads_states:
                 sequence.states = own.read_by(sequence.drafter, slice(None))
-            sequence.flawed = not last_hidden.is_cuda and not all_finite(last_hidden)
+            sequence.nonfinite = not last_hidden.is_cuda and not all_finite(last_hidden)
             sequence.computed(sequence.num_computed + chunk.size, last_hidden)
         self._end(self._proposer.read([chunk.sequence for chunk in chunks]))
         for sequence in [chunk.sequence for chunk in chunks if chunk.sequence.pages]:
             self._insert_prefix(sequence)
-            if sequence.flawed:
-                self._flawed.append(sequence)
+            if sequence.nonfinite:
+                self._nonfinite.append(sequence)
 
-    def verify(self, trees: TextGroup, piece: BatchSlice, states: StepStates) -> None:
+    def verify(self, trees: TextGroup, batch: TreeBatch, states: StepStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
-        inputs = trees.inputs(piece.tree, piece.slots)
+        counts = None
+        if not trees.table.plain and any(c.params.counts_tokens for c in trees.contexts):
+            counts = self.token_counts
+        inputs = trees.inputs(batch.tree, batch.slots, counts)
         self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
 
     def draft_health(self) -> dict[str, DraftHealth]:
@@ -248,8 +334,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
         Its computed tokens stay in the prefix cache.
         """
-        last = max([*self.running[-1:], *self.preempted[-1:]], key=turn, default=None)
-        if last is None or turn(last) <= turn(other):
+        last = max([*self.running[-1:], *self.preempted[-1:]], key=service_order, default=None)
+        if last is None or service_order(last) <= service_order(other):
             return None
         if last.pages:
             self._preempt(last)
@@ -259,7 +345,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def lacks_pages_before(self, other: Sequence) -> bool:
         """Returns whether a text that is served before `other` waits for pages."""
         for text in self.preempted:
-            if not text.waits and turn(text) <= turn(other):
+            if not text.waits and service_order(text) <= service_order(other):
                 return True
         return super().lacks_pages_before(other)
 
@@ -277,7 +363,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         kv = self.kv
         if self.isolating or kv.num_available >= count:
             return False
-        later = [s for s in self.running if turn(s) > turn(other)]
+        later = [s for s in self.running if service_order(s) > service_order(other)]
         held = [page for sequence in later for page in sequence.pages]
         if kv.num_available + kv.allocator.num_released(held) < count:
             return False
@@ -298,7 +384,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def readmit(self, sequence: TextSequence) -> bool:
         """Continues a dropped text after the tokens that it has committed."""
         sequence.restart()
-        insort(self.preempted, sequence, key=turn)
+        insort(self.preempted, sequence, key=service_order)
         return True
 
     def _groups(self, parts: Seq[Chunk[TextSequence]]) -> list[TextGroup]:
@@ -325,19 +411,24 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         verified, states, last_hidden = outputs.paths(), outputs.states, outputs.last_hidden
         logits = outputs.logits
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        counted, first, hidden = last_hidden is not None, 0, states.final
+        first, hidden = 0, states.final
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
             sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
             try:
-                sequence.flawed |= number in verified.flawed
-                if sequence.flawed:
+                sequence.nonfinite |= number in verified.nonfinite
+                if sequence.nonfinite:
                     raise NotFinite
+                if not 0 < len(path) <= 1 + draft.depth:
+                    raise InvalidPath(
+                        f"the acceptance rule {group.rules[number]!r} returned no path of 0 to "
+                        f"{draft.depth} nodes of the draft"
+                    )
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
-                added = sequence.commit(tokens, draft, logprobs, counted)
+                added = sequence.commit(tokens, draft, logprobs)
             except Exception as error:
                 self._end([(sequence, error)])
                 first += 1 + draft.num_nodes
@@ -375,36 +466,38 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         for sequence in list(self.preempted):
             if all(s.waits for s in left) and self._place(sequence):
                 self.preempted.remove(sequence)
-                insort(self.running, sequence, key=turn)
+                insort(self.running, sequence, key=service_order)
             else:
                 left.append(sequence)
 
     def _place(self, sequence: TextSequence) -> bool:
         """Gives a text its pages, unless none is free or another text computes its beginning."""
-        before = self.running[: bisect_right(self.running, turn(sequence), key=turn)]
+        before = self.running[
+            : bisect_right(self.running, service_order(sequence), key=service_order)
+        ]
         sequence.waits = computed_by_another(sequence, before, self.kv.page_size)
         if sequence.waits:
             return False
-        placed = self.kv.place(sequence.prefix(sequence.length - 1), 1, separate=False)
+        placed = self.kv.place(sequence, sequence.prefix(sequence.length - 1), 1, separate=False)
         if placed is None:
             return False
-        pages, slots, length, cached = placed
-        sequence.set_pages(pages, slots)
-        sequence.restore(length, cached)
+        sequence.capacity = len(sequence.pages) * self.kv.page_size
+        sequence.context.table, sequence.context.row = self.kv.slots, sequence.row
+        if sequence.request.params.counts_tokens:
+            self.token_counts.start(sequence.row, sequence.context)
+        sequence.restore(*placed)
         if not sequence.timing.forwards:
-            sequence.timing.root_cached = sequence.num_computed
-            sequence.timing.root_computed = sequence.missing
+            sequence.timing.prefix_cached = sequence.num_computed
+            sequence.timing.prefix_computed = sequence.missing
         return True
 
     def _grow(self, sequence: TextSequence, tokens: int) -> bool:
         """Gives a text pages for this many tokens. Returns False if that needs a preemption."""
         if tokens <= sequence.capacity:
             return True
-        pages = self.kv.allocate(self.kv.pages_of(tokens) - len(sequence.pages))
-        if pages is None:
+        if not self.kv.grow(sequence, self.kv.pages_of(tokens) - len(sequence.pages)):
             return False
-        slots = [sequence.slots, *[self.kv.page_slots[page] for page in pages]]
-        sequence.set_pages(sequence.pages + pages, torch.cat(slots))
+        sequence.capacity = len(sequence.pages) * self.kv.page_size
         return True
 
     def _preempt_for_pages(self) -> None:
@@ -417,7 +510,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._cache_prefix(sequence)
         self._remove([sequence])
         sequence.num_computed = 0
-        insort(self.preempted, sequence, key=turn)
+        insort(self.preempted, sequence, key=service_order)
 
     def _cache_prefix(self, sequence: TextSequence) -> None:
         """Stores a text's computed tokens, with the drafter's entries of all of them."""
@@ -426,7 +519,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def _insert_prefix(self, sequence: TextSequence) -> None:
         length = sequence.num_computed
-        if sequence.last_hidden is not None and not sequence.flawed:
+        if sequence.last_hidden is not None and not sequence.nonfinite:
             pages = sequence.pages[: self.kv.pages_of(length)]
             self.kv.prefixes.insert(sequence.prefix(length), pages, sequence.to_cache())
 
@@ -438,14 +531,54 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if not sequences:
             return
         for sequence in sequences:
-            if sequence.flawed:
+            if sequence.nonfinite:
                 log.error("the model's output for a text is not finite; its prefix is dropped")
                 self.kv.discard(sequence.prefix(sequence.length), sequence.pages)
-            self.kv.allocator.release(sequence.pages)
-            sequence.pages, sequence.capacity = [], 0
             self._proposer.forget(sequence)
-            if self.graphs is not None:
-                self.graphs.forget(sequence)
+            self.kv.release(sequence)
+            sequence.capacity = 0
         gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]
+
+
+def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk[TextSequence]]:
+    """Returns the chunks of one step with at most `most` tokens, in the order of the texts."""
+    left, found = most, []
+    for text in texts:
+        if text.ready:
+            continue
+        size = min(text.missing, left)
+        if size:
+            found.append(Chunk(text, size))
+            left -= size
+    return found
+
+
+def computed_by_another(text: TextSequence, others: Iterable[TextSequence], page_size: int) -> bool:
+    """Returns whether another text will soon compute at least one page of this text's beginning.
+
+    Waiting for it takes no more time than computing the page twice.
+    """
+    rows = text.context.tokens[:-1]
+    return any(
+        not other.ready
+        and other.request.salt == text.request.salt
+        and shared_rows(rows, other.context.tokens[:-1], page_size)
+        >= other.num_computed + page_size
+        for other in others
+    )
+
+
+def shared_rows(rows: Seq[int], other: Seq[int], page_size: int) -> int:
+    """Returns how many rows at the beginning could come from the other text's pages.
+
+    These are whole pages, and the last partial page if one of the texts ends in it.
+    """
+    size, shared = min(len(rows), len(other)), 0
+    while shared < size:
+        stop = min(shared + page_size, size)
+        if rows[shared:stop] != other[shared:stop]:
+            break
+        shared = stop
+    return shared

@@ -2,29 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.engine.text.step_states import StepStates
-from recserve.engine.text.trees import drawn_rows
+from recserve.engine.text_trees import drawn_rows
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.acceptance.acceptance import DraftProbs, Walk
 from recserve.kernels.cache import moves as path_moves
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
+from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
+from recserve.models.drafters.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
-from recserve.speculation.logits_processor import LogitsProcessor, Past
+from recserve.speculation.drafter import Drafter
+from recserve.speculation.logits_processor import LogitsProcessor, Past, TokenCounts
 from recserve.speculation.sampling_table import SamplingTable
 from recserve.speculation.verifier import Accepted, ScoredTrees
 from recserve.speculation.verifiers.registry import verify
+
+
+@dataclass(frozen=True)
+class StepStates:
+    """States of T nodes.
+
+    Attributes:
+        final: [T, E] final hidden states.
+        between: [T, E] residual stream after the first n layers, by n. Only recorded layers.
+    """
+
+    final: Tensor
+    between: Mapping[int, Tensor] = field(default_factory=dict)
+
+    def read_by(self, drafter: Drafter, nodes: Seq[int] | slice) -> Tensor:
+        """Returns [n, F] the layers that a drafter reads, side by side, in memory of their own."""
+        layers = drafter.hidden_layers
+        columns = [self.final if n == FINAL_LAYER else self.between[n] for n in layers]
+        rows = nodes if isinstance(nodes, slice) else on_device(nodes, self.final.device)
+        return torch.cat([column[rows] for column in columns], dim=-1)
+
+
+def taps_for(drafters: Iterable[Drafter]) -> AuxHiddenStates | None:
+    """Returns taps of all layers that the drafters read, or None if they read no such layer."""
+    layers = {n for drafter in drafters if drafter.reads_states for n in drafter.hidden_layers}
+    layers.discard(FINAL_LAYER)
+    return AuxHiddenStates(tuple(sorted(layers))) if layers else None
+
+
+def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
+    """Returns the mask tokens that trees of the drafters may have. None if there are none.
+
+    Raises:
+        ValueError: If two drafters have different ones.
+    """
+    first: tuple[str, GatedLora] | None = None
+    for drafter in drafters:
+        if drafter.masks is None:
+            continue
+        if first is None:
+            first = drafter.name, drafter.masks
+        elif not first[1].equals(drafter.masks):
+            names = sorted([first[0], drafter.name])
+            raise ValueError(
+                f"the drafters {names} have different mask tokens; an engine holds one set, which "
+                "both may load from one folder"
+            )
+    return None if first is None else first[1]
+
+
+def split_states(hidden: Seq[Tensor], taps: AuxHiddenStates | None) -> list[StepStates]:
+    """Returns the states of each part of a forward pass.
+
+    Args:
+        hidden: [T, E] final states of each part.
+        taps: What was recorded for all parts together. None if nothing was.
+    """
+    if taps is None:
+        return [StepStates(own) for own in hidden]
+    sizes = [own.shape[0] for own in hidden]
+    columns = [torch.split(states, sizes) for states in taps.states]
+    between = [dict(zip(taps.layers, own, strict=True)) for own in zip(*columns, strict=True)]
+    return [StepStates(own, layers) for own, layers in zip(hidden, between, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -35,14 +101,14 @@ class VerifiedPaths:
         paths: The packed nodes of each path, node 0 first.
         tokens: The tokens of each path, the bonus token last.
         ranked: [B, K, W] tokens that K heads ranked at the end of the step. None without heads.
-        flawed: Numbers of the texts whose logits on the path are not finite. Their tokens mean
+        nonfinite: Numbers of the texts whose logits on the path are not finite. Their tokens mean
             nothing.
     """
 
     paths: list[list[int]]
     tokens: list[list[int]]
     ranked: NDArray[np.int64] | None = None
-    flawed: frozenset[int] = frozenset()
+    nonfinite: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -57,7 +123,7 @@ class StepOutputs:
         states: States of all nodes.
         num_heads: K, or 0 without heads.
         last_hidden: [E] state of each text at its last accepted node, which stays until the text
-            steps again. None if only `states` has it. A step that has it has counted the tokens.
+            steps again. None if only `states` has it.
     """
 
     found: Tensor
@@ -85,22 +151,22 @@ class StepOutputs:
         step.
         """
         found, ranked, nodes = self.found.cpu(), None, self.depth + 1
-        flawed_at = 2 * nodes + 2
+        flag_at = 2 * nodes + 2
         if self.num_heads:
-            own = found[:, flawed_at + 1 :].numpy().copy()
+            own = found[:, flag_at + 1 :].numpy().copy()
             ranked = own.reshape(len(found), self.num_heads, -1)
-            found = found[:, : flawed_at + 1]
+            found = found[:, : flag_at + 1]
         first_token = nodes + 3  # the token of node 0 was committed before
-        paths, tokens, flawed = [], [], []
+        paths, tokens, nonfinite = [], [], []
         for number, row in enumerate(found.tolist()):
-            if row[flawed_at]:
-                flawed.append(number)
+            if row[flag_at]:
+                nonfinite.append(number)
             length, bonus = row[nodes : nodes + 2]
             paths.append(row[: length + 1])
             written = row[first_token : first_token + length]
             written.append(bonus)
             tokens.append(written)
-        return VerifiedPaths(paths, tokens, ranked, frozenset(flawed))
+        return VerifiedPaths(paths, tokens, ranked, frozenset(nonfinite))
 
 
 @dataclass(frozen=True)
@@ -118,6 +184,8 @@ class StepInputs:
         table: Sampling parameters.
         past: What the parameters need of the committed tokens. None: temperature and truncation
             need nothing.
+        counts: Where accepted tokens are counted. None: no text has penalties.
+        rows: [B] row of each text in `counts`. Read with `counts` only.
         lengths: [B] committed tokens. None: all texts take the likeliest token, without noise.
         probs: Distributions that the nodes were drawn from. None: all tokens were chosen.
         rules: [B] number of each text's rule. None: `rule` is that of all texts.
@@ -133,6 +201,8 @@ class StepInputs:
     forks: bool
     table: SamplingTable
     past: Past | None
+    counts: TokenCounts | None
+    rows: Tensor | None
     lengths: Tensor | None
     probs: DraftProbs | None
     rules: Tensor | None
@@ -178,6 +248,11 @@ def text_step(
     outputs = StepOutputs(found, depth, logits, states)
     if inputs.forks:
         move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
+    if inputs.counts is not None and inputs.rows is not None:
+        taken = accepted or outputs.accepted
+        bonus = taken.bonus[:, None]
+        tokens = torch.cat([outputs.tokens[:, 1:], bonus], 1)
+        inputs.counts.add(inputs.rows, tokens, torch.cat([taken.nodes[:, 1:], bonus], 1) >= 0)
     return outputs
 
 

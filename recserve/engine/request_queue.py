@@ -22,7 +22,7 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.scheduler import TURN_S, Scheduler, expired, turn
+from recserve.engine.scheduler import GROUP_DELAY_S, Scheduler, expired, service_order
 from recserve.speculation.completion import TextQuery
 
 ResultT = TypeVar("ResultT")
@@ -97,7 +97,7 @@ class RequestQueue:
                     places = self._places_of(sequence.model)
                     needed[places] = needed.get(places, 0) + 1
             if num_background and len(self.background) + num_background > self.capacity:
-                raise QueueFull(f"{self.capacity} background requests wait already", TURN_S)
+                raise QueueFull(f"{self.capacity} background requests wait already", GROUP_DELAY_S)
             for places, count in needed.items():
                 places.check(sequences[0].client, count)
             for sequence in sequences:
@@ -130,7 +130,7 @@ class RequestQueue:
         """
         full: set[Scheduler[Any, Any] | KVCache] = set()
         with self._lock:
-            sequences = sorted(self.waiting, key=turn)
+            sequences = sorted(self.waiting, key=service_order)
         for sequence in sequences:
             if not self._left(sequence):
                 scheduler = self.schedulers[sequence.model]
@@ -255,7 +255,7 @@ class Places:
         own = self.taken_by.get(client, 0)
         left = self.capacity - self.num_taken - num_ahead
         most = self._most(client, left + own)
-        if count <= left and own + count <= most:
+        if not count or (count <= left and own + count <= most):
             return
         if count > (limit := self._most(client, self.capacity)):
             raise TooManyQueries(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recserve.core.request import PrefixKeys
-from recserve.core.sequence import NO_SLOTS, CachedPrefix, Sequence
+from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -22,7 +22,6 @@ from recserve.speculation.completion import (
 )
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import Drafter, StateSpan, TextContext
-from recserve.speculation.logits_processor import TokenCounts
 
 NO_BUDGET = Budget(0, 0)
 
@@ -35,9 +34,7 @@ class TextSequence(Sequence):
         drafter: Drafter of the text.
         context: The tokens and parameters that drafters see.
         limit: Most committed tokens that the model's positions allow.
-        token_counts: Token counts for penalties. None without penalties.
-        slots: Pool slots of all pages.
-        capacity: Number of these slots.
+        capacity: Number of slots of its pages.
         waits: Whether another text is computing this text's beginning.
         last_hidden: As in `Sequence`. The next step may overwrite it.
         states: [m, F] what the drafter reads of the last m computed tokens. None if it reads
@@ -52,8 +49,6 @@ class TextSequence(Sequence):
     context: TextContext
     drafter: Drafter
     limit: int
-    token_counts: TokenCounts | None = None
-    slots: Tensor = NO_SLOTS
     capacity: int = 0
     waits: bool = False
     states: Tensor | None = None
@@ -89,11 +84,6 @@ class TextSequence(Sequence):
         keys = np.array(self.context.tokens[:length], dtype=np.int64)
         return PrefixKeys(keys, drafter=drafter, salt=self.request.salt)
 
-    def set_pages(self, pages: list[int], slots: Tensor) -> None:
-        """Gives the text its pages, with their slots."""
-        self.pages, self.slots, self.capacity = pages, slots, slots.shape[0]
-        self.context.slots = slots
-
     def restore(self, length: int, cached: CachedPrefix | None) -> None:
         """Marks cached tokens as computed. `cached` is what is cached with all of them, if any."""
         self.states, self.num_read = None, length
@@ -124,13 +114,8 @@ class TextSequence(Sequence):
         context.hidden, context.ranked = (last_hidden, ranked) if ready else (None, None)
 
     def restart(self) -> None:
-        """Forgets what was computed. The committed tokens stay, and are counted anew."""
+        """Forgets what was computed. The committed tokens stay."""
         self.num_computed = 0
-        if self.token_counts is not None:
-            tokens, seen = self.context.tokens, self.token_counts.seen
-            prompt, written = tokens[: self.context.num_prompt], tokens[self.context.num_prompt :]
-            self.token_counts = TokenCounts(prompt, seen.numel(), seen.device)
-            self.token_counts.add(written)
 
     def unread(self, end: int) -> StateSpan | None:
         """Returns the states of positions before `end` that the drafter has not received.
@@ -156,7 +141,6 @@ class TextSequence(Sequence):
         tokens: list[int],
         draft: TextDraft,
         logprobs: Seq[TokenLogprobs] = (),
-        counted: bool = False,
     ) -> Seq[int]:
         """Appends verified tokens until the text ends, and returns the appended ones.
 
@@ -167,7 +151,6 @@ class TextSequence(Sequence):
             tokens: The verified tokens, the bonus token last.
             draft: The draft that was verified. May be empty.
             logprobs: Their log-probabilities. Empty if not requested.
-            counted: Whether the step has added the tokens to the token counts already.
         """
         request, written = self.request, self.context.tokens
         left, num_accepted = self.end - len(written), len(tokens) - 1
@@ -176,8 +159,6 @@ class TextSequence(Sequence):
         if request.params.stop_token_ids:
             tokens = self._until_stop(tokens)
         written += tokens
-        if self.token_counts is not None and not counted:
-            self.token_counts.add(tokens)
         if logprobs:
             self.logprobs += logprobs[: len(tokens)]
         num_accepted = min(num_accepted, len(tokens))

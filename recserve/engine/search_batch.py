@@ -1,7 +1,7 @@
 """Requests that step together, and the removal of their states that are not finite.
 
-On the CPU, `isolate` finds states that are not finite after each forward pass. On a CUDA device the
-flags of core/finite.py travel with the states until scores are read.
+On the CPU, `zero_nonfinite` finds states that are not finite after each forward pass. On a CUDA
+device the flags of core/finite.py travel with the states until scores are read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.core.finite import NotFinite, all_finite, flaws_of, without_flaws
+from recserve.core.finite import NotFinite, all_finite, nonfinite_flags, without_nonfinite
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.items.beam_search_graph import BeamSearchGraph
-from recserve.engine.runtime.runner import BatchSlice
+from recserve.engine.beam_search_graph import BeamSearchGraph
 from recserve.kernels.cache.kv_pool import KVPool
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
 
 @dataclass
@@ -30,17 +30,17 @@ class Round:
 
     Attributes:
         draft: What the strategy proposed.
-        piece: Its trees with their slots.
+        batch: Its trees with their slots.
         states: Hidden states of the nodes computed so far, in parts.
         num_computed: Number of these nodes.
         part: The trees, with the nodes that the current step computes.
     """
 
     draft: Draft
-    piece: BatchSlice
+    batch: TreeBatch
     states: list[Tensor] = field(default_factory=list)
     num_computed: int = 0
-    part: BatchSlice | None = None
+    part: TreeBatch | None = None
 
     def take(self, most: int | None) -> int:
         """Takes at most `most` nodes into the current step, None all that are left, and returns how
@@ -51,28 +51,28 @@ class Round:
         self.part = self._next(most)
         return len(self.part.inputs)
 
-    def _next(self, most: int | None) -> BatchSlice:
-        piece, start = self.piece, self.num_computed
-        count = stop = len(piece.inputs)
+    def _next(self, most: int | None) -> TreeBatch:
+        batch, start = self.batch, self.num_computed
+        count = stop = len(batch.inputs)
         if most is not None:
             stop = min(count, start + most)
         if stop - start == count:
-            return piece
+            return batch
         counts = None
-        if piece.counts is not None:
-            ends = [min(max(end, start), stop) for end in accumulate(piece.counts, initial=0)]
+        if batch.counts is not None:
+            ends = [min(max(end, start), stop) for end in accumulate(batch.counts, initial=0)]
             counts = [after - before for before, after in pairwise(ends)]
-        nodes = piece.queries
+        nodes = batch.queries
         if nodes is None:
-            nodes = torch.arange(len(piece.inputs), device=piece.slots.device)
-        inputs = piece.inputs.select(slice(start, stop))
-        return replace(piece, inputs=inputs, queries=nodes[start:stop], counts=counts)
+            nodes = torch.arange(len(batch.inputs), device=batch.slots.device)
+        inputs = batch.inputs.select(slice(start, stop))
+        return replace(batch, inputs=inputs, queries=nodes[start:stop], counts=counts)
 
     def add(self, states: Tensor) -> Tensor | None:
         """Adds the states of the nodes of the step. Returns all states after the last part."""
         self.states.append(states)
         self.num_computed += states.shape[0]
-        if self.num_computed < len(self.piece.inputs):
+        if self.num_computed < len(self.batch.inputs):
             return None
         return states if len(self.states) == 1 else torch.cat(self.states)
 
@@ -86,6 +86,7 @@ class SearchBatch:
         sequences: The requests.
         state: The strategy's state of the search. None before a replay.
         round: The draft that is being computed. None between two rounds.
+        prefixes: What the trees hang under. None before the first round.
         graphs: Captured searches that the next step replays instead of rounds, one after another.
     """
 
@@ -93,36 +94,37 @@ class SearchBatch:
     sequences: list[SearchSequence]
     state: Any = None
     round: Round | None = None
+    prefixes: Prefixes | None = None
     graphs: Seq[BeamSearchGraph] = ()
 
 
-def isolate(
-    sequences: Seq[SearchSequence], piece: BatchSlice, states: Tensor, pool: KVPool
+def zero_nonfinite(
+    sequences: Seq[SearchSequence], batch: TreeBatch, states: Tensor, pool: KVPool
 ) -> Tensor:
-    """Replaces states that are not finite by zeros, and marks their sequences as flawed.
+    """Replaces states that are not finite by zeros, and marks their sequences as nonfinite.
 
     The search goes on with the zeros because it compares sums of states, and NaN compares as false
     with everything.
 
     Args:
-        sequences: The sequences of the piece's trees, in order.
-        piece: The trees whose nodes were computed.
+        sequences: The sequences of the batch's trees, in order.
+        batch: The trees whose nodes were computed.
         states: [Tq, E] hidden states of these nodes.
-        pool: The pool that holds their keys and values. Those of flawed nodes become zero.
+        pool: The pool that holds their keys and values. Those of nonfinite nodes become zero.
 
     Returns:
         [Tq, E] finite states. On a CUDA device, the input itself.
     """
     if states.is_cuda or all_finite(states):
         return states
-    flaws, owners, slots = flaws_of(states), piece.tree.tree_ids(), piece.slots
-    if piece.queries is not None:
-        owners, slots = owners[piece.queries], slots[piece.queries]
-    flawed = torch.isnan(flaws)
-    for owner in owners[flawed].tolist():
-        sequences[owner].flawed = True
-    pool.clear_slots(slots[flawed])
-    return without_flaws(states, flaws)
+    nonfinite, owners, slots = nonfinite_flags(states), batch.tree.tree_ids(), batch.slots
+    if batch.queries is not None:
+        owners, slots = owners[batch.queries], slots[batch.queries]
+    found = torch.isnan(nonfinite)
+    for owner in owners[found].tolist():
+        sequences[owner].nonfinite = True
+    pool.clear_slots(slots[found])
+    return without_nonfinite(states, nonfinite)
 
 
 def checked(result: Result | Continuation | NotFinite) -> Result | Continuation | NotFinite:

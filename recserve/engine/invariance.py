@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.runtime.runner import BatchSlice, DecoderAdapter, RankerAdapter, Runner
-from recserve.kernels.attention.exact import ExactPool, ExactTreeAttention
+from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.kernels.attention.exact import ExactPool, exact_attention
 from recserve.kernels.tree import TokenTree, chain, from_parents
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import PackedLinear, keep_rows_alike
@@ -25,8 +26,8 @@ from recserve.models.recommender import Recommender
 Model = LanguageModel | Recommender | Ranker
 
 NODES = 24
-CHUNKS = (1, 2, 5, 17, 45)  # sizes of the chunks of a root
-OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another root in the same forward pass
+CHUNKS = (1, 2, 5, 17, 45)  # sizes of the chunks of a prefix
+OTHER_ROWS = (0, 1, 14, 61, 300)  # rows of another prefix in the same forward pass
 
 
 class NotInvariant(ValueError):
@@ -70,18 +71,18 @@ def invariant_runner(
     slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
     scratch = ExactPool(adapter.kv_shape, slots, 1, kv_dtype, adapter.device)
     with torch.inference_mode():
-        if difference := _Trial(Runner(adapter, scratch, ExactTreeAttention), model).difference():
+        if difference := _Trial(Runner(adapter, scratch, exact_attention), model).difference():
             raise NotInvariant(
                 f"invariant: the {name} computes different bits {difference}, with "
                 f"{torch.get_num_threads()} threads and {adapter.dtype}; try threads 1 or float32"
             )
     pool = ExactPool(adapter.kv_shape, num_pages, page_size, kv_dtype, adapter.device)
-    return Runner(adapter, pool, ExactTreeAttention)
+    return Runner(adapter, pool, exact_attention)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Computes one root and one tree under it, together with different other rows."""
+    """Computes one prefix and one tree under it, together with different other rows."""
 
     runner: Runner
     model: Model
@@ -90,23 +91,23 @@ class _Trial:
         """Returns where bits differ, or None if they differ nowhere."""
         draw = torch.Generator().manual_seed(0)
         rows = sum(CHUNKS)
-        root, nodes = _inputs(self.model, rows, draw), _inputs(self.model, NODES, draw)
+        prefix, nodes = _inputs(self.model, rows, draw), _inputs(self.model, NODES, draw)
         tree = _tree(nodes.tokens, draw)
         places = torch.randperm(self.runner.pool.num_pages, generator=draw)
         near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(OTHER_ROWS)])
         near = near.sort().values
-        states = self._forward(chain(root.tokens), root, near[:rows], near[:0])
+        states = self._forward(chain(prefix.tokens), prefix, near[:rows], near[:0])
         found = self._forward(tree, nodes, near[rows:], near[:rows])
         said = self._read(found)
         start = 0
         for size, num_others in zip(CHUNKS, OTHER_ROWS, strict=True):
-            part = root.select(slice(start, start + size))
+            part = prefix.select(slice(start, start + size))
             others = _inputs(self.model, num_others, draw)
             got = self._forward(
                 chain(part.tokens), part, far[start : start + size], far[:start], others, strange
             )
             if not torch.equal(got, states[start : start + size]):
-                return f"for {size} rows of a root with {num_others} other rows"
+                return f"for {size} rows of a prefix with {num_others} other rows"
             start += size
         got = self._forward(tree, nodes, far[rows:], far[:rows], others, strange)
         if not torch.equal(got, found):
@@ -129,15 +130,15 @@ class _Trial:
         tree: TokenTree,
         inputs: NodeInputs,
         slots: Tensor,
-        root: Tensor,
+        prefix: Tensor,
         others: NodeInputs | None = None,
         strange: Tensor | None = None,
     ) -> Tensor:
-        pieces = [_piece(tree, inputs, slots, root)]
+        parts = [_batch(tree, inputs, slots, prefix)]
         if others is not None and strange is not None and len(others):
             place = strange[: len(others)]
-            pieces.insert(0, _piece(chain(others.tokens), others, place, strange[:0]))
-        return self.runner.forward(pieces)[-1]
+            parts.insert(0, _batch(chain(others.tokens), others, place, strange[:0]))
+        return self.runner.forward(parts)[-1]
 
     def _read(self, hidden: Tensor) -> Tensor:
         """Returns [n, ...] with everything that strategies read of hidden states."""
@@ -153,8 +154,8 @@ class _Trial:
         return torch.cat([part.float() for part in said], dim=1)
 
 
-def _piece(tree: TokenTree, inputs: NodeInputs, slots: Tensor, root: Tensor) -> BatchSlice:
-    return BatchSlice(tree=tree, inputs=inputs, queries=None, slots=slots, prefix_slots=(root,))
+def _batch(tree: TokenTree, inputs: NodeInputs, slots: Tensor, prefix: Tensor) -> TreeBatch:
+    return TreeBatch(tree, None, slots, Prefixes.of([prefix]), inputs=inputs)
 
 
 def _tree(tokens: Tensor, draw: torch.Generator) -> TokenTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +12,6 @@ from recserve.kernels.attention.attention import BatchAttention, tree_attention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import merge
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
@@ -37,19 +35,26 @@ class ModelAdapter(Protocol):
 
     activation: Activation
 
-    def hidden(
+    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+        """Returns the embedded rows [Tq, E]. `gate` names the rows of mask tokens of a language
+        model.
+        """
+        ...
+
+    def layers(
         self,
-        inputs: NodeInputs,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        taps: AuxHiddenStates | None,
+        gate: MaskRows | None,
+        groups: Tensor | None,
     ) -> Tensor:
-        """Returns final hidden states [Tq, E] of packed rows, or [R, E] of the given rows [R].
+        """Returns final hidden states [Tq, E] of embedded rows, or [R, E] of the given rows [R].
 
-        `taps` receives states between layers, where the network has a decoder. `gate` names the
-        rows of mask tokens, where the network is a language model.
+        `taps` receives states between layers, where the network has a decoder. `groups` [Tq] are
+        the token groups of a ranker.
         """
         ...
 
@@ -67,18 +72,24 @@ class DecoderAdapter:
         self.dtype: torch.dtype = model.tokens.weight.dtype
         self.device: torch.device = model.tokens.weight.device
 
-    def hidden(
+    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+        """Returns [Tq, E]."""
+        x = self.model.embed(inputs.tokens)
+        return x if gate is None else gate.embed(x)
+
+    def layers(
         self,
-        inputs: NodeInputs,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        taps: AuxHiddenStates | None,
+        gate: MaskRows | None,
+        groups: Tensor | None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        given = {} if gate is None else {"gate": gate}
-        return self.model(inputs.tokens, positions, attend, rows, taps, **given)  # type: ignore[no-any-return]
+        hidden: Tensor = self.model.decoder(x, positions, attend, rows, taps, gate)
+        return hidden
 
 
 class RankerAdapter:
@@ -95,36 +106,23 @@ class RankerAdapter:
         self.dtype: torch.dtype = model.vector_projection.weight.dtype
         self.device: torch.device = model.vector_projection.weight.device
 
-    def hidden(
+    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+        """Returns [Tq, E]."""
+        return self.model.embed(inputs)
+
+    def layers(
         self,
-        inputs: NodeInputs,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        taps: AuxHiddenStates | None,
+        gate: MaskRows | None,
+        groups: Tensor | None,
     ) -> Tensor:
         """Returns [Tq, E], or [R, E] of the given rows."""
-        assert inputs.groups is not None and taps is None and gate is None
-        return self.model(self.model.embed(inputs), inputs.groups, attend, rows)  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSlice(TreeBatch):
-    """Trees of some sequences with the inputs of their nodes, as one part of a forward pass.
-
-    A forward pass of one part reads it as it is. Several parts are packed into one `TreeBatch`.
-
-    Attributes:
-        prefix_slots: For each tree the slots of the root that it hangs under.
-        inputs: Input rows of the nodes computed now.
-        num_states: Number of computed nodes, from the end, whose hidden states are read. The others
-            only write keys and values. None reads all. Only prefills, which are chains, have it.
-    """
-
-    prefix_slots: tuple[Tensor, ...]
-    inputs: NodeInputs
-    num_states: int | None = None
+        assert groups is not None and taps is None and gate is None
+        return self.model(x, groups, attend, rows)  # type: ignore[no-any-return]
 
 
 class Runner:
@@ -156,79 +154,63 @@ class Runner:
 
     def forward(
         self,
-        pieces: Seq[BatchSlice],
+        parts: Seq[TreeBatch],
         taps: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> list[Tensor]:
-        """Returns the hidden states of each piece, [Tq, E] or [num_states, E].
+        """Returns the hidden states of each part, [Tq, E] or [num_states, E].
 
-        `taps` receives states between layers, for the same rows of all pieces together. `masks`
+        `taps` receives states between layers, for the same rows of all parts together. `masks`
         holds the mask tokens that the trees may have.
         """
-        inputs, batch = NodeInputs.cat([piece.inputs for piece in pieces]), pack(pieces)
-        rows, gate = _read(pieces, self.pool.keys.device), None
+        inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merged(parts)
+        rows, gate = _rows_read(parts, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds
             gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
-        hidden = self.hidden(batch, inputs, rows, taps, gate)
-        if len(pieces) == 1:
+        x = self.adapter.embed(inputs, gate)
+        hidden = self.layers(batch, x, rows, taps, gate, inputs.groups)
+        if len(parts) == 1:
             return [hidden]
-        return list(torch.split(hidden, [_num_states(piece) for piece in pieces]))
+        return list(torch.split(hidden, [_num_states(part) for part in parts]))
 
-    def hidden(
+    def layers(
         self,
         batch: TreeBatch,
-        inputs: NodeInputs,
+        x: Tensor,
         rows: Tensor | None = None,
         taps: AuxHiddenStates | None = None,
         gate: MaskRows | None = None,
+        groups: Tensor | None = None,
     ) -> Tensor:
-        """Returns the hidden states of all computed nodes [Tq, E], or of the given rows [R, E]."""
+        """Runs all layers: the forward pass of prefills, searches and texts, captured or launched.
+
+        Args:
+            batch: Trees, and where their keys and values lie.
+            x: [Tq, E] embedded inputs of the computed nodes.
+            rows: [R] computed nodes whose states to return. None means all.
+            taps: Receives the states of `rows` between layers.
+            gate: Rows of mask tokens.
+            groups: [Tq] token groups of a ranker.
+
+        Returns:
+            [Tq, E] final hidden states, or [R, E].
+        """
         attend = PagedAttention(batch, self.pool, self.adapter.activation, self.attention)
-        return self.adapter.hidden(inputs, batch.positions(), attend, rows, taps, gate)
+        return self.adapter.layers(x, batch.positions(), attend, rows, taps, gate, groups)
 
 
-def _num_states(piece: BatchSlice) -> int:
-    return len(piece.inputs) if piece.num_states is None else piece.num_states
+def _num_states(part: TreeBatch) -> int:
+    return len(part.inputs) if part.num_states is None else part.num_states
 
 
-def _read(pieces: Seq[BatchSlice], device: torch.device) -> Tensor | None:
+def _rows_read(parts: Seq[TreeBatch], device: torch.device) -> Tensor | None:
     """Returns the rows whose hidden states are read. None reads all."""
-    if all(piece.num_states is None for piece in pieces):
+    if all(part.num_states is None for part in parts):
         return None
     rows: list[int] = []
     stop = 0
-    for piece in pieces:
-        stop += len(piece.inputs)
-        rows += range(stop - _num_states(piece), stop)
+    for part in parts:
+        stop += len(part.inputs)
+        rows += range(stop - _num_states(part), stop)
     return on_device(rows, device)
-
-
-def pack(pieces: Seq[BatchSlice]) -> TreeBatch:
-    """Returns all pieces as one batch."""
-    if len(pieces) == 1:
-        return pieces[0]
-    queries = []
-    start = 0
-    for piece in pieces:
-        nodes = piece.queries
-        if nodes is None:
-            nodes = torch.arange(piece.tree.num_nodes, device=piece.slots.device)
-        queries.append(nodes + start)
-        start += piece.tree.num_nodes
-    return TreeBatch(
-        merge([piece.tree for piece in pieces]),
-        torch.cat(queries),
-        torch.cat([piece.slots for piece in pieces]),
-        tuple(slots for piece in pieces for slots in piece.prefix_slots),
-        _counts(pieces),
-    )
-
-
-def _counts(pieces: Seq[BatchSlice]) -> list[int] | None:
-    counts: list[int] = []
-    for piece in pieces:
-        if piece.counts is None:
-            return None
-        counts += piece.counts
-    return counts

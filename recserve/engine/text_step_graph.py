@@ -8,7 +8,7 @@ depends on drafts, acceptance or lengths. A step that fits no bucket launches it
 one.
 
 A batch is padded with texts of one node, and with a last text that is a chain of the remaining
-nodes. These have no root and write to the pool's spare slot. The probabilities that drafts were
+nodes. These have no prefix and write to the pool's spare slot. The probabilities that drafts were
 drawn from are on the device already. One launch packs them, and the upload says which node each row
 belongs to.
 
@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.sequence import NO_SLOTS
-from recserve.engine.runtime.cuda_graphs import (
+from recserve.engine.capture import (
     CapturedGraph,
     CaptureLimits,
     CudaRecorder,
@@ -39,12 +38,20 @@ from recserve.engine.runtime.cuda_graphs import (
     Recorder,
     is_cuda,
 )
-from recserve.engine.runtime.runner import Runner
-from recserve.engine.text.groups import TextGroup
-from recserve.engine.text.sequence import TextSequence
-from recserve.engine.text.step import StepInputs, StepOutputs, put_probs, text_step
-from recserve.engine.text.step_states import masks_of, split_states, taps_for
-from recserve.engine.text.trees import (
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.runner import Runner
+from recserve.engine.text_groups import TextGroup
+from recserve.engine.text_sequence import TextSequence
+from recserve.engine.text_step import (
+    StepInputs,
+    StepOutputs,
+    masks_of,
+    put_probs,
+    split_states,
+    taps_for,
+    text_step,
+)
+from recserve.engine.text_trees import (
     DEPTHS,
     ENDS,
     KINDS,
@@ -55,15 +62,14 @@ from recserve.engine.text.trees import (
     pack_trees,
 )
 from recserve.kernels.acceptance.acceptance import DraftProbs
-from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import TokenTree
-from recserve.kernels.tree_batch import PrefixTable, TreeBatch
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.drafters.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter, RankedHeads
-from recserve.speculation.logits_processor import Past, last_committed
+from recserve.speculation.logits_processor import Past, TokenCounts, last_committed
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
 from recserve.speculation.verifiers.registry import (
@@ -77,11 +83,10 @@ from recserve.speculation.verifiers.registry import (
 
 # The outcome of a step. `replayed` used a graph. The others were launched, because of
 # prompt: prompt tokens in the forward pass; drawn: drafts with probabilities and no graph for them;
-# parameters: sampling parameters over capacity; size: nodes and texts; rows: no free device row;
-# rule: texts with the acceptance rule of a plug-in.
-StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rows", "rule"]
+# parameters: sampling parameters over capacity; size: nodes and texts; rule: texts with the
+# acceptance rule of a plug-in.
+StepResult = Literal["replayed", "prompt", "drawn", "parameters", "size", "rule"]
 STEP_RESULTS: tuple[StepResult, ...] = get_args(StepResult)
-PAD_ROW = 0
 FILLER = SamplingParams(temperature=0.0)
 
 
@@ -130,7 +135,7 @@ TABLES = 10.25
 
 
 @dataclass(frozen=True)
-class GraphLimits(CaptureLimits):
+class TextStepLimits(CaptureLimits):
     """Which text steps are captured.
 
     Attributes:
@@ -188,103 +193,6 @@ class StepBucket:
         return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
 
-@dataclass
-class TextRow:
-    """The row of one text.
-
-    Attributes:
-        number: Index of the row.
-        last_hidden: [E] view of the text's row in TextRows.last_hidden.
-        slots: The slots that were copied last.
-    """
-
-    number: int
-    last_hidden: Tensor
-    slots: Tensor = NO_SLOTS
-
-
-class TextRows:
-    """Device rows of all texts, at addresses that never change, so that a captured step finds
-    them.
-
-    Row PAD_ROW belongs to no text. All of its slots are the pool's spare slot, and its counts stay
-    0.
-
-    Attributes:
-        slots: [R, W] int64 pool slots of the tokens of a text, in order.
-        seen, written: [R, V] int32 counts as in TokenCounts, of texts with penalties.
-        last_hidden: [R, E] final hidden state at the last accepted token of the latest replay.
-    """
-
-    def __init__(
-        self, pool: KVPool, rows: int, width: int, vocab_size: int, states: Tensor
-    ) -> None:
-        """Allocates the rows.
-
-        Args:
-            pool: The key-value pool.
-            rows: R, number of rows.
-            width: W, most slots of a text.
-            vocab_size: V.
-            states: [*, E] tensor with the type, size and device of hidden states.
-        """
-        device = states.device
-        self.slots = torch.full((rows, width), pool.spare_slot, device=device)
-        self.seen = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-        self.written = torch.zeros_like(self.seen)
-        self.last_hidden = states.new_zeros(rows, states.shape[1])
-        self._free = [row for row in range(rows) if row != PAD_ROW]
-        self._rows: dict[TextSequence, TextRow] = {}
-
-    def of(self, texts: Seq[TextSequence]) -> list[TextRow] | None:
-        """Returns the up-to-date rows of some texts, or None if a text finds no free row."""
-        found = []
-        for text in texts:
-            row = self._rows.get(text)
-            # A text that gets pages gets a new tensor of slots.
-            if row is None or row.slots is not text.slots:
-                row = self._updated(text, row)
-                if row is None:
-                    return None
-            found.append(row)
-        return found
-
-    def _updated(self, text: TextSequence, row: TextRow | None) -> TextRow | None:
-        if row is None:
-            if not self._free:
-                return None
-            number = self._free.pop()
-            row = self._rows[text] = TextRow(number, self.last_hidden[number])
-            if text.token_counts is not None:
-                text.token_counts.move(self.seen[number], self.written[number])
-        self.slots[row.number, : text.slots.shape[0]] = text.slots
-        row.slots = text.slots
-        return row
-
-    def count(self, rows: Tensor, tokens: Tensor, which: Tensor) -> None:
-        """Adds written tokens to the counts. It only launches kernels.
-
-        Args:
-            rows: [n] rows of the tokens. PAD_ROW counts nothing.
-            tokens: [n, m] token ids.
-            which: [n, m] bool, the tokens to count.
-        """
-        place = rows[:, None] * self.seen.shape[1] + tokens
-        ones = (which & (rows[:, None] != PAD_ROW)).to(torch.int32)
-        for counts in (self.seen, self.written):
-            counts.view(-1).index_add_(0, place.flatten(), ones.flatten())
-
-    def forget(self, text: TextSequence) -> None:
-        """Frees the row of a text and gives the text its counts back."""
-        row = self._rows.pop(text, None)
-        if row is None:
-            return
-        self._free.append(row.number)
-        counts = text.token_counts
-        if counts is not None:
-            counts.move(torch.empty_like(counts.seen), torch.empty_like(counts.written))
-
-
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
 
 
@@ -295,8 +203,8 @@ class _StepColumns(Generic[Array]):
     Attributes:
         trees: [5, T] columns of the packed trees (trees.py).
         offsets: [B + 1] first node of each tree.
-        rows, lengths, numbers, rules: [B] device row, committed tokens, output tokens and
-            acceptance rule of each text.
+        rows, lengths, numbers, rules: [B] row of the slot table, committed tokens, output tokens
+            and acceptance rule of each text.
         drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
         last_tokens: [B, W] last committed tokens.
     """
@@ -319,8 +227,10 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
     def __init__(
         self,
         runner: Runner,
+        kv: KVCache,
         model: LanguageModel,
-        rows: TextRows,
+        counts: TokenCounts,
+        last_hidden: Tensor,
         bucket: StepBucket,
         *,
         capacity: SamplingCapacity | None,
@@ -333,8 +243,10 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
 
         Args:
             runner: The runner of the model.
+            kv: The cache, whose slot table the step reads.
             model: The language model.
-            rows: Device rows of all texts.
+            counts: Token counts of all rows.
+            last_hidden: [R, E] receives the state at the last accepted token of each row's text.
             bucket: Most nodes, texts and levels, and the acceptance rule.
             capacity: Capacity for sampling parameters besides the temperature. None for texts whose
                 only parameter is the temperature, which the fused kernel draws.
@@ -344,11 +256,12 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             readers: Drafters that read states of the target.
             masks: Mask tokens that the trees may have. None if they have none.
         """
-        self.runner, self.model, self.rows = runner, model, rows
+        self.runner, self.kv, self.model = runner, kv, model
+        self.counts, self.last_hidden = counts, last_hidden
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
         self.readers, self.masks = readers, masks
-        device = rows.slots.device
+        device = kv.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
         has_values = self.draft_values is not None
@@ -359,24 +272,20 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         self._host_columns = self._split(self._host.numpy())
         self._table = self._sampling([], device)
         self._loaded: Seq[TextSequence] = ()
+        self._host_columns.lengths[:] = 1
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
-    def load(self, group: TextGroup) -> list[TextRow] | None:
-        """Writes a group that fits to the step's buffers. Returns None if a text finds no free
-        row.
-        """
-        rows = self.rows.of(group.sequences)
-        if rows is None:
-            return None
-        columns, count = self._host_columns, len(rows)
-        contexts = group.contexts
+    def load(self, group: TextGroup) -> None:
+        """Writes a group that fits to the step's buffers."""
+        contexts, columns = group.contexts, self._host_columns
+        count = len(contexts)
         if self._loaded is not group.sequences:
-            columns.rows[count:], columns.lengths[count:] = PAD_ROW, 1
+            columns.rows[count:], columns.lengths[count:] = 0, 1
             self._table.copy_(self._sampling([c.params for c in contexts], "cpu"))
             if self.rule == MIXED:
                 columns.rules[:count] = numbers_of(group.rules)
             self._loaded = group.sequences
-        columns.rows[:count] = [row.number for row in rows]
+        columns.rows[:count] = [context.row for context in contexts]
         columns.lengths[:count] = [len(context.tokens) for context in contexts]
         # Only min_tokens and bad_words read these columns.
         if group.table.stops is not None:
@@ -387,12 +296,11 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
         packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
         self._fill(packed, group.drafts)
-        return rows
 
     def __call__(self) -> StepOutputs:
         """Runs the step on the loaded group.
 
-        Besides `text_step` it keeps up the rows of the texts, and runs the heads.
+        Besides `text_step` it stores the last state of each text, and runs the heads.
         """
         columns, table = self._columns, self._table
         trees = columns.trees
@@ -404,20 +312,22 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             offsets=columns.offsets,
             kinds=trees[KINDS],
         )
-        roots = PrefixTable(self.rows.slots, columns.rows, columns.lengths - 1)
+        width, starts = self.kv.width, columns.rows * self.kv.width
+        prefixes = Prefixes.on_device(self.kv.slots, starts, columns.lengths - 1, width)
         owners = tree.tree_ids()
         index = torch.arange(tree.num_nodes, device=owners.device)
-        # Node n of a tree lies in slot (root length + n) of its text.
-        place = roots.lengths[owners] + index - columns.offsets[owners]
-        slots = self.rows.slots[columns.rows[owners], place]
-        batch = TreeBatch(tree, None, slots, roots, fillers=1)
+        # Node n of a tree lies n slots after the prefix of its text.
+        first = starts + prefixes.lengths - columns.offsets[:-1]
+        slots = self.kv.slots.view(-1)[first[owners] + index]
+        batch = TreeBatch(tree, None, slots, prefixes, fillers=1, fixed_shapes=True)
         taps, gate = taps_for(self.readers), None
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
-        hidden = self.runner.hidden(batch, NodeInputs(tree.tokens), None, taps, gate)
+        x = self.runner.adapter.embed(NodeInputs(tree.tokens), gate)
+        hidden = self.runner.layers(batch, x, None, taps, gate)
         past = None
         if self.capacity is not None:
-            seen, written = self.rows.seen[columns.rows], self.rows.written[columns.rows]
+            seen, written = self.counts.both[:, columns.rows]
             past = Past(columns.numbers, columns.last_tokens, seen, written)
         values = self.draft_values
         inputs = StepInputs(
@@ -428,6 +338,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             forks=self.shape.depth > 0,
             table=table,
             past=past,
+            counts=None if past is None else self.counts,
+            rows=columns.rows,
             lengths=columns.lengths,
             probs=None if values is None else DraftProbs(values, columns.drawn),
             rules=columns.rules,
@@ -437,11 +349,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         outputs = text_step(self.model, self.runner.pool, inputs, states)
         accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
-        self.rows.last_hidden.index_copy_(0, columns.rows, ends)
-        if past is not None:
-            tokens = torch.cat([outputs.tokens[:, 1:], accepted.bonus[:, None]], 1)
-            written = torch.cat([accepted.nodes[:, 1:], accepted.bonus[:, None]], 1) >= 0
-            self.rows.count(columns.rows, tokens, written)
+        self.last_hidden.index_copy_(0, columns.rows, ends)
         outputs = replace(outputs, found=outputs.found[:texts])
         if self.heads is None:
             return outputs
@@ -501,9 +409,9 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
     def __init__(
         self,
         runner: Runner,
+        kv: KVCache,
         model: LanguageModel,
-        max_texts: int,
-        limits: GraphLimits,
+        limits: TextStepLimits,
         recorder: Recorder,
         drafters: Mapping[str, Drafter] | None = None,
     ) -> None:
@@ -511,8 +419,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
 
         Args:
             runner: The runner of the model.
+            kv: The cache of the model. Its rows have room for the nodes of a step.
             model: The language model.
-            max_texts: Most texts that run at once.
             limits: What is captured, and how much time and memory that may take.
             recorder: Captures the steps.
             drafters: Drafters by name. Steps for drafters with ranked heads are captured once more,
@@ -520,13 +428,14 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
                 rejection.
         """
         super().__init__(recorder, limits, STEP_RESULTS)
-        self.runner, self.model, self.capacity = runner, model, limits.capacity
-        size, drafters = runner.pool.page_size, drafters or {}
-        largest = max(shape.nodes for shape in limits.shapes)
-        pages = -(-(model.config.decoder.max_positions + largest) // size)
-        states = model.tokens.weight[:0]
-        vocabulary = model.config.vocab_size
-        self.rows = TextRows(runner.pool, max_texts + 1, pages * size, vocabulary, states)
+        self.runner, self.kv, self.model = runner, kv, model
+        self.capacity, drafters = limits.capacity, drafters or {}
+        largest, vocabulary = max(s.nodes for s in limits.shapes), model.config.vocab_size
+        assert kv.width >= largest, f"{largest} nodes of a step, {kv.width} slots of a row"
+        rows, weight = kv.slots.shape[0], model.tokens.weight
+        self.token_counts = TokenCounts(rows, vocabulary, weight.device)
+        self._last_hidden = weight.new_zeros(rows, weight.shape[1])
+        self._last = self._last_hidden.unbind()  # a view of each row, made once
         found = {name: drafter.ranked_heads for name, drafter in drafters.items()}
         self._heads = {name: heads for name, heads in found.items() if heads is not None}
         self._names = {id(drafters[name]): name for name in self._heads}
@@ -572,8 +481,10 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         drawn = self._draws and kind.rule != SAMPLE
         return TextStepGraph(
             self.runner,
+            self.kv,
             self.model,
-            self.rows,
+            self.token_counts,
+            self._last_hidden,
             bucket,
             capacity=self.capacity if kind.everything else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],
@@ -587,8 +498,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         a time.
         """
         if self._draft_values is None:
-            size = self._most_drafted, self.rows.seen.shape[1]
-            self._draft_values = torch.empty(size, device=self.rows.seen.device)
+            size = self._most_drafted, self.model.config.vocab_size
+            self._draft_values = torch.empty(size, device=self.kv.slots.device)
         return self._draft_values[: shape.drafted]
 
     def step(self, groups: Seq[TextGroup], with_prompts: bool) -> StepOutputs | None:
@@ -607,11 +518,10 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             own = any(group.rule != MIXED and group.rule not in MIXABLE for group in groups)
             found = "rule" if own else self._fitting(*groups)
         if isinstance(found, TextStepGraph):
-            rows = found.load(groups[0])
-            if rows is not None:
-                self.counts["replayed"] += 1
-                return replace(found.replay(), last_hidden=[row.last_hidden for row in rows])
-            found = "rows"
+            found.load(groups[0])
+            self.counts["replayed"] += 1
+            last = [self._last[text.row] for text in groups[0].sequences]
+            return replace(found.replay(), last_hidden=last)
         self.counts[found] += 1
         return None
 
@@ -666,25 +576,21 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
                 kinds.insert(0, StepKind(everything, name))
         return kinds
 
-    def forget(self, text: TextSequence) -> None:
-        """Frees the device row of a text that has ended or was preempted."""
-        self.rows.forget(text)
-
 
 def cuda_steps(
     runner: Runner,
+    kv: KVCache,
     model: LanguageModel,
-    max_texts: int,
     wanted: bool | None,
-    limits: GraphLimits,
+    limits: TextStepLimits,
     drafters: Mapping[str, Drafter],
 ) -> TextStepGraphs | None:
     """Captures the steps of a model on a CUDA device.
 
     Args:
         runner: The runner of the model.
+        kv: The cache of the model.
         model: The language model.
-        max_texts: Most texts that run at once.
         wanted: False disables graphs. None enables them on a CUDA device.
         limits: What is captured.
         drafters: Drafters by name.
@@ -697,7 +603,7 @@ def cuda_steps(
     """
     device = runner.pool.keys.device
     if is_cuda(device) and wanted is not False:
-        return TextStepGraphs(runner, model, max_texts, limits, CudaRecorder(), drafters)
+        return TextStepGraphs(runner, kv, model, limits, CudaRecorder(), drafters)
     if wanted:
         raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None

@@ -17,9 +17,10 @@ from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
 from recserve.core.request import PromptQuery, Request, TextScoreQuery
 from recserve.core.sequence import Sequence
+from recserve.engine.capture import GraphSet
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runtime.cuda_graphs import GraphSet
-from recserve.engine.runtime.runner import BatchSlice, DeviceLost, Runner
+from recserve.engine.runner import DeviceLost, Runner
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.speculation.completion import TextQuery
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Trees(Protocol):
 
 TreesT = TypeVar("TreesT", bound=Trees)
 
-TURN_S = 0.5  # each further group of one body counts as if it came so much later
+GROUP_DELAY_S = 0.5  # each further group of one body counts as if it came so much later
 
 # Errors that say nothing about the device.
 HARMLESS = (DeadlineExceeded, EngineStopped, NotFinite)
@@ -137,11 +138,11 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """
 
     @abstractmethod
-    def chunk_slice(self, chunk: Chunk[SequenceT]) -> BatchSlice:
+    def chunk_batch(self, chunk: Chunk[SequenceT]) -> TreeBatch:
         """Returns the tokens of a prefix as a chain under those before them."""
 
     @abstractmethod
-    def tree_slice(self, trees: TreesT) -> BatchSlice:
+    def tree_batch(self, trees: TreesT) -> TreeBatch:
         """Returns trees with their slots."""
 
     @abstractmethod
@@ -149,12 +150,12 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """Marks chunks as computed, and caches the prefixes that are complete."""
 
     @abstractmethod
-    def verify(self, trees: TreesT, piece: BatchSlice, states: Any) -> None:
+    def verify(self, trees: TreesT, batch: TreeBatch, states: Any) -> None:
         """Continues the requests of trees from the states of the nodes."""
 
-    def forward(self, pieces: Seq[BatchSlice]) -> Seq[Any]:
-        """Returns the states of each piece."""
-        return self.runner.forward(pieces)
+    def forward(self, parts: Seq[TreeBatch]) -> Seq[Any]:
+        """Returns the states of each part."""
+        return self.runner.forward(parts)
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
@@ -215,7 +216,9 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """
         if not (self._suspects or self._cleared) or self.num_admitted:
             return False
-        return any(turn(s) <= turn(other) for s in (*self._suspects, *self._cleared))
+        return any(
+            service_order(s) <= service_order(other) for s in (*self._suspects, *self._cleared)
+        )
 
     def pause(self) -> Seq[SequenceT]:
         """Removes and returns requests that can continue later from what they have computed.
@@ -264,14 +267,14 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         drafted = time.perf_counter()
         prefills, rest = self.replay(chunks, trees)
         if prefills or rest:
-            pieces = [self.tree_slice(one) for one in rest]
+            parts = [self.tree_batch(one) for one in rest]
             if prefills:
-                pieces = [self.chunk_slice(chunk) for chunk in prefills] + pieces
-            states, count = self.forward(pieces), len(prefills)
+                parts = [self.chunk_batch(chunk) for chunk in prefills] + parts
+            states, count = self.forward(parts), len(prefills)
             if prefills:
                 self.finish_prefill(prefills, states[:count])
-            for one, piece, own in zip(rest, pieces[count:], states[count:], strict=True):
-                self.verify(one, piece, own)
+            for one, batch, own in zip(rest, parts[count:], states[count:], strict=True):
+                self.verify(one, batch, own)
         draft_ms, forward_ms = (drafted - began) * 1e3, (time.perf_counter() - drafted) * 1e3
         first = [chunk.sequence for chunk in chunks] if chunks else ()
         for chunk in chunks:
@@ -308,7 +311,13 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
             log.exception("the pages of ended requests could not be released")
 
     def _check_pages(self, pages: int, rows: str) -> None:
-        """Raises RequestTooLarge if the pool has fewer pages. `rows` says what needs them."""
+        """Raises RequestTooLarge if no request gets so many pages. `rows` says what needs them."""
+        most = self.kv.width // self.kv.page_size
+        if most < pages <= self.kv.allocator.num_pages:
+            raise RequestTooLarge(
+                f"{rows} need {pages} pages of {self.kv.page_size} tokens, a request gets at most "
+                f"{most}; request less"
+            )
         if pages > self.kv.allocator.num_pages:
             raise RequestTooLarge(
                 f"{rows} need {pages} pages of {self.kv.page_size} tokens, the pool has "
@@ -318,7 +327,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
     def _end(self, results: Seq[tuple[SequenceT, Any]]) -> None:
         """Ends requests: notes their results or errors for delivery, and removes them."""
         for sequence, result in results:
-            sequence.flawed |= isinstance(result, NotFinite)
+            sequence.nonfinite |= isinstance(result, NotFinite)
         self._results += results
         self._remove([sequence for sequence, _ in results])
 
@@ -379,7 +388,7 @@ class StepLock:
 
     Changes between two steps take it too. With a plain lock, the releasing thread often takes the
     lock again before the waiting thread wakes. A busy engine could then run twenty steps before a
-    root is dropped.
+    prefix is dropped.
     """
 
     def __init__(self) -> None:
@@ -393,16 +402,16 @@ class StepLock:
         self._held.release()
 
 
-def turn(sequence: Sequence) -> tuple[int, float]:
+def service_order(sequence: Sequence) -> tuple[int, float]:
     """Returns the order in which requests are served: by priority, then by age.
 
     The later groups of a large body give way to the requests of other bodies.
     """
     request, submitted_s = sequence.request, sequence.submitted_s
     if isinstance(request, TextQuery):
-        return request.priority, submitted_s + request.group * TURN_S
+        return request.priority, submitted_s + request.group * GROUP_DELAY_S
     if isinstance(request, TextScoreQuery | PromptQuery):
-        return 0, submitted_s + request.group * TURN_S
+        return 0, submitted_s + request.group * GROUP_DELAY_S
     return 0, submitted_s
 
 

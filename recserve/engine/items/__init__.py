@@ -1,1 +1,0 @@
-"""The scheduler of item requests, and item searches as CUDA graphs."""
