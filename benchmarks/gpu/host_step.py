@@ -15,7 +15,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from pathlib import Path
@@ -34,6 +34,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.engine.text_groups import TextGroup
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step import StepOutputs
 from recserve.engine.text_step_graph import SHAPES, TextStepGraphs, TextStepLimits
@@ -63,8 +64,19 @@ class StoredSteps(EagerRecorder):
 
     def __call__(self, step: Callable[[], Any]) -> Callable[[], Any]:
         outputs = step()
-        forms = {0: found(outputs, 0), ACCEPTED: found(outputs, ACCEPTED)}
+        forms = [found(outputs, accepted) for accepted in range(ACCEPTED + 1)]
         return lambda: forms[self.accept]
+
+    def bound(self, graphs: TextStepGraphs) -> None:
+        """Accepts no more of any draft than it has."""
+        step = graphs.step
+
+        def bounded(groups: Sequence[TextGroup], with_prompts: bool) -> StepOutputs | None:
+            drafts = [draft.depth for group in groups for draft in group.drafts]
+            self.accept = min([ACCEPTED, *drafts])
+            return step(groups, with_prompts)
+
+        graphs.step = bounded  # type: ignore[method-assign]
 
 
 def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
@@ -98,10 +110,10 @@ def host_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     limits = TextStepLimits(shapes, seconds=float("inf"))
     graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, stored, drafters)
     engine.schedulers["text"] = TextScheduler(lane.runner, model, lane.limits, graphs, kv=lane.kv)
+    stored.bound(graphs)
     for name in PARAMETERS:
         for drafter in ("none", *drafters):
             for texts in (1, 2) if smoke else (1, 8, 32):
-                stored.accept = 0 if drafter == "none" else ACCEPTED
                 yield measured(engine, graphs, name, drafter, texts, 12 if smoke else 100)
 
 

@@ -109,7 +109,7 @@ def appends(
     """Yields the time to add one event to a cached history: launched, and captured on CUDA."""
     scheduler: Any = engine.schedulers["recommender"]
     yield attempted("append", lambda: appended(engine, model, events, device, "launched"))
-    graphs = cuda_prefills(scheduler.runner, model, None)
+    graphs = cuda_prefills(scheduler.runner, scheduler.kv, model, None)
     if graphs is None:
         return
     launched, scheduler.prefills = scheduler.prefills, graphs

@@ -162,7 +162,7 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     runner = _runner(DecoderAdapter(model.eval()), config, drafters.values())
     _warn("language model", runner, model)
     limits, shapes = TextLimits(), config.graph_limits.shapes
-    nodes = max(limits.draft_nodes, *(shape.nodes for shape in shapes))
+    nodes = max([limits.draft_nodes, *[shape.nodes for shape in shapes]])
     longest = model.config.decoder.max_positions + nodes
     kv = KVCache(runner.pool, 2 * _num_rows(config), longest)  # for texts and for their scores
     graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters)
