@@ -77,7 +77,7 @@ def test_a_text_has_the_same_bits_alone_together_drafted_cached_and_preempted(
         for request in text_queries()
     ]
     texts = {tuple(r.prompt.tolist()): t for r, (t, _) in zip(text_queries(), alone, strict=True)}
-    for kind in ("tree", "right", "mixed"):
+    for kind in ("tree", "mixed"):
         engine = build_engine(
             EngineModels(text=model, drafters={"t": TableDrafter(kind, texts)}), SIZES
         )
@@ -253,7 +253,7 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
         assert answer.timing.prefix_cached >= 24
         for answer, expected in zip(engine().run_many(requests[::-1]), alone[::-1], strict=True):
             assert answer.values.tobytes() == expected.tobytes()
-        for i in (0, 150, 299):
+        for i in (0, 299):
             own = None if chosen is None else chosen[i : i + 1]
             one = RankQuery(roots[2], candidates.select(slice(i, i + 1)), own)
             assert engine().run(one).values[0].tobytes() == alone[2][i].tobytes()

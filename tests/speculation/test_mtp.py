@@ -380,7 +380,7 @@ def test_texts_are_the_plain_ones(make, model):
         for one, other in zip(plain[start : start + 8], some, strict=True):
             assert one.tokens.tolist() == other.tokens.tolist()
     assert preempted
-    for query, expected in zip(queries[-4:], plain[-4:], strict=True):
+    for query, expected in zip(queries[-2:], plain[-2:], strict=True):
         engine.run(query)
         again = engine.run(query)
         assert again.timing.prefix_cached > 0

@@ -103,11 +103,12 @@ def make_data(log: EventLog, seed: int = 0) -> RankingData:
 
 def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     log = topic_log()
-    report = fit_ranker(RankerSource(log, topic_items(), noise_vectors()), tmp_path, CPU, SMALL)
+    source = RankerSource(log, topic_items(), noise_vectors())
+    report = fit_ranker(source, tmp_path, CPU, replace(SMALL, validation_users=60))
     assert report.best_epoch >= 1
     tables = RankingTables.load(tmp_path, topic_items(), noise_vectors())
     model = load_ranker(tmp_path, noise_vectors())
-    users = np.arange(log.num_users)
+    users = np.arange(150)
     quality = ranking_quality(model, tables, log, users, HeldOut(1))
     assert quality.metrics["click_gauc"] > 0.75
     assert quality.metrics["conversion_auc"] > 0.8
@@ -129,7 +130,7 @@ def score(model, batch: RankingBatch) -> torch.Tensor:
 
 
 def test_training_batch_leaks_nothing() -> None:
-    log = topic_log()
+    log = topic_log(120)
     data = make_data(log)
     owned = [
         set(rows.tolist()) for rows in np.split(data.train.item_rows, data.train.offsets[1:-1])
