@@ -103,12 +103,11 @@ def make_data(log: EventLog, seed: int = 0) -> RankingData:
 
 def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     log = topic_log()
-    source = RankerSource(log, topic_items(), noise_vectors())
-    report = fit_ranker(source, tmp_path, CPU, replace(SMALL, validation_users=60))
+    report = fit_ranker(RankerSource(log, topic_items(), noise_vectors()), tmp_path, CPU, SMALL)
     assert report.best_epoch >= 1
     tables = RankingTables.load(tmp_path, topic_items(), noise_vectors())
     model = load_ranker(tmp_path, noise_vectors())
-    users = np.arange(150)
+    users = np.arange(log.num_users)
     quality = ranking_quality(model, tables, log, users, HeldOut(1))
     assert quality.metrics["click_gauc"] > 0.75
     assert quality.metrics["conversion_auc"] > 0.8
