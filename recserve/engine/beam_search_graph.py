@@ -330,15 +330,14 @@ class TargetInputs:
 
     def write(self, words: Words, sequence: SearchSequence) -> None:
         """As ScoreInputs."""
-        size, rows = self.kv.page_size, sequence.prefix_length
+        rows = sequence.prefix_length
         words[:TREE] = sequence.row, rows
-        pages = np.array(sequence.pages[self.kv.pages_of(rows) :], np.int64)
-        own = (pages[:, None] * size + np.arange(size)).ravel()[sequence.tree_used :]
-        place, taken = TREE, 0
-        words[place:] = self.runner.pool.spare_slot
+        own = self.kv.slots_of(sequence.pages[self.kv.pages_of(rows) :])[sequence.tree_used :]
+        column, used = TREE, 0
+        words[column:] = self.runner.pool.spare_slot
         for columns, count in self._slot_counts(request_of(sequence, SlateQuery)):
-            words[place : place + count] = own[taken : taken + count]
-            place, taken = place + columns, taken + count
+            words[column : column + count] = own[used : used + count]
+            column, used = column + columns, used + count
 
     def write_padding(self, words: Words) -> None:
         """As ScoreInputs."""

@@ -38,6 +38,7 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
@@ -373,6 +374,10 @@ class KVCache:
         """Returns the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
+    def slots_of(self, pages: Seq[int]) -> NDArray[np.int64]:
+        """Returns the slots of pages, in order."""
+        return (np.array(pages, np.int64)[:, None] * self.page_size + self._in_page).ravel()
+
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` pages, evicting cached prefixes for them. None if requests hold them."""
         return self.allocator.allocate(count) if self.prefixes.evict(count) else None
@@ -449,8 +454,7 @@ class KVCache:
 
     def _write(self, row: int, first: int, pages: Seq[int]) -> None:
         """Writes the slots of pages to a row, as its pages from number `first` on."""
-        slots = (np.array(pages, np.int64)[:, None] * self.page_size + self._in_page).ravel()
-        start = first * self.page_size
+        slots, start = self.slots_of(pages), first * self.page_size
         if self._host is not None:
             self._host[row, start : start + slots.shape[0]] = slots
         else:
@@ -466,8 +470,7 @@ class KVCache:
         """
         self.prefixes.drop(self.prefixes.digests_of(prefix))
         own = [page for page in pages if self.allocator.references(page) == 1]
-        slots = (np.array(own, np.int64)[:, None] * self.page_size + self._in_page).ravel()
-        self.pool.clear_slots(on_device(slots, self.pool.keys.device))
+        self.pool.clear_slots(on_device(self.slots_of(own), self.pool.keys.device))
 
     def _copy(self, source: int, target: int, rows: int) -> None:
         """Copies keys and values of the first rows of a page."""
