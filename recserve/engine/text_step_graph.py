@@ -201,7 +201,7 @@ class _StepColumns(Generic[Array]):
     """Views of one int64 buffer. B counts the text that pads the buffer.
 
     Attributes:
-        trees: [5, T] columns of the packed trees (trees.py).
+        trees: [5, T] columns of the packed trees (text_trees.py).
         offsets: [B + 1] first node of each tree.
         rows, lengths, numbers, rules: [B] row of the slot table, committed tokens, output tokens
             and acceptance rule of each text.
