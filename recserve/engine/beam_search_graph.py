@@ -38,7 +38,7 @@ from recserve.engine.capture import (
     is_cuda,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import Runner
+from recserve.engine.runner import LayerInputs, Runner
 from recserve.engine.scheduler import StepLock
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -361,8 +361,9 @@ class TreeStates:
         columns, kv = sum(inputs.columns), inputs.kv
         sizes = [TREE, columns, words.shape[1] - TREE - columns]
         prefixes, self._slots, self._chain_slots = torch.split(words, sizes, dim=1)
-        starts, most = prefixes[:, 0] * kv.width, inputs.model.config.decoder.max_positions
-        self._prefixes = Prefixes.on_device(kv.slots, starts, prefixes[:, 1], most)
+        starts, lengths = prefixes[:, 0] * kv.width, prefixes[:, 1].contiguous()
+        most = inputs.model.config.decoder.max_positions
+        self._prefixes = Prefixes.on_device(kv.slots, starts, lengths, most)
         self._nodes: _Nodes | None = None
 
     def unscored(self, beams: Beams) -> None:
@@ -414,7 +415,7 @@ class TreeStates:
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """Returns hidden states [Tq, E]. The tokens [Tq] are codes, so item tables may move."""
         model, runner = self.inputs.model, self.inputs.runner
-        return runner.layers(batch, model.tokens(tokens))
+        return runner.layers(batch, LayerInputs(model.tokens(tokens)))
 
     def _codes(self, nodes: Tensor, level: int) -> Tensor:
         """Returns the codes of nodes of a level, in their shape. Those of leaves are clamped."""

@@ -39,7 +39,7 @@ from recserve.engine.capture import (
     is_cuda,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import Runner
+from recserve.engine.runner import LayerInputs, Runner
 from recserve.engine.text_groups import TextGroup
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
@@ -324,7 +324,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
         x = self.runner.adapter.embed(NodeInputs(tree.tokens), gate)
-        hidden = self.runner.layers(batch, x, None, taps, gate)
+        hidden = self.runner.layers(batch, LayerInputs(x, taps=taps, gate=gate))
         past = None
         if self.capacity is not None:
             seen, written = self.counts.both[:, columns.rows]

@@ -33,17 +33,17 @@ class Prefixes:
         """Takes the first place and the number of tokens of each prefix."""
         self.slots, self.count, self.longest = slots, len(lengths), max(lengths)
         self.places: tuple[Seq[int], Seq[int]] | None = (starts, lengths)
-        self._columns: Tensor | None = None
+        self._columns: tuple[Tensor, ...] | None = None
 
     @staticmethod
     def on_device(slots: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Prefixes:
-        """Returns prefixes whose places [B] only the device knows. None has more than `longest`
-        tokens.
+        """Returns prefixes whose places [B], contiguous, only the device knows. None has more than
+        `longest` tokens.
         """
-        found = Prefixes(slots, (), (longest,))
-        found.count, found.places = starts.shape[0], None
-        found._columns = torch.stack([starts, lengths])
-        return found
+        prefixes = Prefixes(slots, (), (longest,))
+        prefixes.count, prefixes.places = starts.shape[0], None
+        prefixes._columns = starts, lengths
+        return prefixes
 
     @staticmethod
     def of(parts: Seq[Tensor]) -> Prefixes:
@@ -73,9 +73,9 @@ class Prefixes:
         """[B] int64 tokens of each prefix, on the device."""
         return self._both()[1]
 
-    def _both(self) -> Tensor:
+    def _both(self) -> tuple[Tensor, ...]:
         if self._columns is None:
-            self._columns = on_device(self.on_host(), self.slots.device)
+            self._columns = on_device(self.on_host(), self.slots.device).unbind()
         return self._columns
 
     def on_host(self) -> tuple[Seq[int], Seq[int]]:

@@ -64,7 +64,7 @@ from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie import level_search
-from recserve.kernels.trie.level_search import DEAD, ChildQuery, wanted_prefixes
+from recserve.kernels.trie.level_search import DEAD, ChildQuery, find_keys, wanted_prefixes
 from recserve.kernels.trie.native import BeamKind, NativeDescent, StateKind, passed_prefixes
 from recserve.kernels.trie.trie import BatchFilter, Trie
 from recserve.models.item_heads import SelfDraftHead
@@ -280,11 +280,7 @@ class BeamSearch:
         keys = wanted_prefixes(trie, beams.log_probs, beams.paths, which, self.scored.keys, below)
         if extra is not None:
             keys = torch.cat([keys, extra])
-        return self.lay_out(keys, level_offsets)
-
-    def lay_out(self, keys: Tensor, level_offsets: Tensor) -> PrefixDraft:
-        """Returns the prefixes of keys [n] as token trees. Scored ones are not computed again."""
-        return draft_of_keys(self.trie, keys, len(self.sequences), level_offsets, self.scored)
+        return draft_of_keys(trie, keys, len(self.sequences), level_offsets, self.scored)
 
     def record(self, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> None:
         """Adds the states of a draft to the scored prefixes.
@@ -734,7 +730,7 @@ class ScoredStates:
         """
         if not beams.level:
             return None
-        self._rows = self.search.scored.find(self.search.keys(beams.nodes))
+        self._rows = find_keys(self.search.scored.keys, self.search.keys(beams.nodes))
         unscored = self.search.needs_state(beams) & (self._rows < 0)
         return unscored if bool(unscored.any()) else None
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result, Slate
 from recserve.core.slate_tree import Origin, SlateTree, TracedRound
+from recserve.kernels.trie.level_search import find_keys
 from recserve.kernels.trie.trie import Trie
 from recserve.search.beam_search import BeamSearch
 from recserve.search.trie_prefixes import PrefixDraft, level_log_probs
@@ -133,7 +134,7 @@ def _log_probs(search: BeamSearch, index: int, nodes: Tensor) -> Tensor:
     trie = search.trie
     out = torch.full(nodes.shape, torch.nan, device=nodes.device)
     parents, levels = trie.parents_of(nodes).long(), trie.levels(nodes)
-    row = search.scored.find(index * trie.num_nodes + parents)
+    row = find_keys(search.scored.keys, index * trie.num_nodes + parents)
     for level in range(trie.num_levels):
         here = (levels == level + 1).nonzero().flatten()
         if level:
