@@ -73,9 +73,9 @@ def cache_bytes(device: torch.device, num_models: int, graph_bytes: int) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     left = int(free - SPARE_SHARE * total) - graph_bytes
-    found = max(left // num_models, DEFAULT_BYTES)
-    log.info("kv_bytes auto: %.1f GiB for each of %d models", found / 2**30, num_models)
-    return found
+    size = max(left // num_models, DEFAULT_BYTES)
+    log.info("kv_bytes auto: %.1f GiB for each of %d models", size / 2**30, num_models)
+    return size
 
 
 class OutOfPages(RuntimeError):
@@ -241,9 +241,9 @@ class PrefixCache:
         digests = self._page_digests(raw, prefix, salt)
         full = len(digests) - 1
         last = pages[full] if prefix.keys.shape[0] % size else None
-        stored = self._put(self._end_digest(digests[full], raw[full * size * 8 :]), last, whole)
-        if stored is not None and whole.placeholder_states is not None:
-            stored.placeholder_states = whole.placeholder_states
+        entry = self._put(self._end_digest(digests[full], raw[full * size * 8 :]), last, whole)
+        if entry is not None and whole.placeholder_states is not None:
+            entry.placeholder_states = whole.placeholder_states
         # Deepest page first, so that a beginning is evicted after everything that continues it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], pages[number], None)
@@ -401,27 +401,27 @@ class KVCache:
         """
         if not self._free_rows:
             return None
-        found, length, whole = self.prefixes.match(prefix)
+        matches, length, whole = self.prefixes.match(prefix)
         rows, full = prefix.keys.shape[0], length // self.page_size
-        cached = found if separate and length == rows else found[:full]
+        cached = matches if separate and length == rows else matches[:full]
         num_pages = self.pages_of(rows if separate else rows + num_after)
         num_pages += self.pages_of(num_after) if separate else 0
         own = self.allocate(num_pages - len(cached))
         if own is None:
-            self.allocator.release(found)
+            self.allocator.release(matches)
             if self.num_available < self.allocator.num_pages:
                 return None
             # No request holds a page, so waiting frees none. The page to copy is in the way.
-            found, cached, length, whole = [], [], 0, None
+            matches, cached, length, whole = [], [], 0, None
             own = self.allocate(num_pages)
             if own is None:
                 return None
-        pages, partial = cached + own, found[len(cached) :]
+        pages, partial = cached + own, matches[len(cached) :]
         try:
             if partial:
                 # A drafter's entry of the next row depends on cached rows only.
-                copied = length % self.page_size + bool(prefix.drafter)
-                self._copy(partial[0], own[0], min(copied, self.page_size))
+                num_copied = length % self.page_size + bool(prefix.drafter)
+                self._copy(partial[0], own[0], min(num_copied, self.page_size))
             self._write(self._free_rows[-1], 0, pages)
         except Exception:
             self.allocator.release(pages)

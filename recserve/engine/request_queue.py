@@ -22,7 +22,7 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.scheduler import GROUP_DELAY_S, Scheduler, expired, service_order
+from recserve.engine.scheduler import GROUP_DELAY_S, Scheduler, has_expired, service_order
 from recserve.speculation.completion import TextQuery
 
 ResultT = TypeVar("ResultT")
@@ -132,7 +132,7 @@ class RequestQueue:
         with self._lock:
             sequences = sorted(self.waiting, key=service_order)
         for sequence in sequences:
-            if not self._left(sequence):
+            if not self._has_left(sequence):
                 scheduler = self.schedulers[sequence.model]
                 if full and (scheduler in full or scheduler.kv in full):
                     continue
@@ -176,7 +176,7 @@ class RequestQueue:
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""
         sequence = self.background.popleft()
-        if self._left(sequence):
+        if self._has_left(sequence):
             return
         scheduler = self.schedulers[sequence.model]
         try:
@@ -207,11 +207,11 @@ class RequestQueue:
             del self.waiting[sequence]
             self._places_of(sequence.model).leave(sequence.client)
 
-    def _left(self, sequence: Sequence) -> bool:
+    def _has_left(self, sequence: Sequence) -> bool:
         """Returns whether nobody waits for a request any more, and fails a late one."""
         if sequence.future.cancelled():
             return True
-        if late := expired(sequence.request):
+        if late := has_expired(sequence.request):
             self._fail(sequence, DeadlineExceeded("the deadline passed in the queue"))
         return late
 

@@ -154,7 +154,7 @@ class Runner:
         `taps` receives states between layers, for the same rows of all parts together. `masks`
         holds the mask tokens that the trees may have.
         """
-        inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merged(parts)
+        inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merge(parts)
         rows, gate = _rows_read(parts, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds

@@ -78,7 +78,7 @@ class PrefixDraft(Draft):
     guessed: bool = False
     cached: bool = False
 
-    def computed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns key [Tq] and pool slot [Tq] of each computed node. slots: [T], of all nodes."""
         assert self.query_keys is not None
         return self.query_keys, slots if self.queries is None else slots[self.queries]

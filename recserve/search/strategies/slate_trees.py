@@ -58,7 +58,7 @@ def _traced_tree(search: BeamSearch, index: int, rows: np.ndarray) -> SlateTree:
     trie, sequence = search.trie, search.sequences[index]
     scored = [part.nodes.to(trie.device) for part in sequence.traced]
     slate = torch.unique(_paths(trie, rows))
-    nodes = torch.unique(_closed(trie, torch.cat([slate, *scored])))
+    nodes = torch.unique(_add_ancestors(trie, torch.cat([slate, *scored])))
     log_probs = _log_probs(search, index, nodes)
     others = nodes[~torch.isin(nodes, slate)]
     omitted = max(others.shape[0] - MAX_NODES, 0)
@@ -68,7 +68,7 @@ def _traced_tree(search: BeamSearch, index: int, rows: np.ndarray) -> SlateTree:
         levels = trie.levels(others)
         order = np.lexsort((levels.cpu().numpy(), -sums.cpu().numpy()))
         best = others[torch.from_numpy(order[:MAX_NODES]).to(others.device)]
-        kept = torch.unique(_closed(trie, torch.cat([slate, best])))
+        kept = torch.unique(_add_ancestors(trie, torch.cat([slate, best])))
         log_probs = log_probs[torch.searchsorted(nodes, kept)]
         omitted, nodes = nodes.shape[0] - kept.shape[0], kept
     tree = _tree(trie, nodes, rows, log_probs, sequence.traced)
@@ -117,7 +117,7 @@ def _paths(trie: Trie, rows: np.ndarray) -> Tensor:
     return trie.nodes_of_items(on_trie).long().flatten()
 
 
-def _closed(trie: Trie, nodes: Tensor) -> Tensor:
+def _add_ancestors(trie: Trie, nodes: Tensor) -> Tensor:
     """Returns nodes [n] with all nodes above them, without the empty prefix. Nodes may repeat."""
     found = [nodes]
     for _ in range(trie.num_levels):

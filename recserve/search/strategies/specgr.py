@@ -124,7 +124,7 @@ class SpecGRState:
     @property
     def ended(self) -> bool:
         """True when beam search, and drafting with it, is over."""
-        return not self.unfilled or self.search.finished
+        return not self.unfilled or self.search.is_finished
 
 
 class SpecGRStrategy(RecommendStrategy):
@@ -174,7 +174,7 @@ class SpecGRStrategy(RecommendStrategy):
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
 
-    def finished(self, state: SpecGRState) -> bool:
+    def is_finished(self, state: SpecGRState) -> bool:
         """Returns whether every request has k accepted items, or its beams are leaves."""
         return state.pending is None and state.ended
 
@@ -244,7 +244,7 @@ def draft_freely(search: BeamSearch, retriever: DenseRetriever) -> DraftedItems:
     """Returns the nearest items of every request, as many as its beam width."""
     requests = [replace(request, k=request.width, caps=()) for request in search.requests]
     found = [each.rows for each in nearest(retriever, search.last_hidden, requests)]
-    return _drafted(search, np.arange(len(found)), found)
+    return _draft_items(search, np.arange(len(found)), found)
 
 
 def draft_under_beams(
@@ -278,7 +278,7 @@ def draft_under_beams(
             large, nearest(retriever, search.last_hidden[numbers], requests), strict=True
         ):
             found[i] = each.rows
-    return _drafted(search, np.array(unfilled), found)
+    return _draft_items(search, np.array(unfilled), found)
 
 
 def _open_below(search: BeamSearch, b: int, verified: np.ndarray) -> np.ndarray:
@@ -302,7 +302,7 @@ def _open_below(search: BeamSearch, b: int, verified: np.ndarray) -> np.ndarray:
     return open_
 
 
-def _drafted(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray]) -> DraftedItems:
+def _draft_items(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray]) -> DraftedItems:
     trie, device = search.trie, search.last_hidden.device
     sizes = [rows.size for rows in found]
     owners = on_device(np.repeat(numbers, sizes), device)
