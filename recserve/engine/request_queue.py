@@ -132,7 +132,7 @@ class RequestQueue:
         with self._lock:
             sequences = sorted(self.waiting, key=service_order)
         for sequence in sequences:
-            if not self._has_left(sequence):
+            if not self._left(sequence):
                 scheduler = self.schedulers[sequence.model]
                 if full and (scheduler in full or scheduler.kv in full):
                     continue
@@ -176,7 +176,7 @@ class RequestQueue:
     def admit_background(self) -> None:
         """Moves the oldest background request to its scheduler, if its pages are free."""
         sequence = self.background.popleft()
-        if self._has_left(sequence):
+        if self._left(sequence):
             return
         scheduler = self.schedulers[sequence.model]
         try:
@@ -207,7 +207,7 @@ class RequestQueue:
             del self.waiting[sequence]
             self._places_of(sequence.model).leave(sequence.client)
 
-    def _has_left(self, sequence: Sequence) -> bool:
+    def _left(self, sequence: Sequence) -> bool:
         """Returns whether nobody waits for a request any more, and fails a late one."""
         if sequence.future.cancelled():
             return True
