@@ -51,8 +51,8 @@ class Fault:
         self.layers = runner.layers
         runner.layers = self
 
-    def __call__(self, batch, x, rows=None, *rest):
-        states = self.layers(batch, x, rows, *rest)
+    def __call__(self, batch, inputs):
+        states, rows = self.layers(batch, inputs), inputs.rows
         self.left -= 1
         if self.left == -1:
             self.struck = True

@@ -218,7 +218,7 @@ def test_a_cancelled_text_that_gave_way_leaves_the_queue(model):
 def test_a_late_text_that_gave_way_leaves_the_queue(model, monkeypatch):
     engine = engine_for(model, max_running=1)
     sequence = displaced(engine, deadline_s=time.monotonic() + 1e6)
-    monkeypatch.setattr(request_queue, "expired", lambda request: request is sequence.request)
+    monkeypatch.setattr(request_queue, "has_expired", lambda request: request is sequence.request)
     engine.step()
     assert not engine.queue and isinstance(sequence.future.exception(0), DeadlineExceeded)
     run_out(engine)
