@@ -212,8 +212,10 @@ def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, 
 
 ROPE_TYPES = ("default", "mrope", "linear", "llama3", "yarn", "longrope")
 # Fields that do not scale: those of the types `default` and `mrope`.
-UNSCALED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-UNSCALED += ("mrope_section", "mrope_interleaved")
+UNSCALED = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+    *("mrope_section", "mrope_interleaved"),
+)
 ROPE_FIELDS = (
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale"),
