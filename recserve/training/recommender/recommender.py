@@ -23,9 +23,9 @@ from recserve.service.auto_strategy import BEAM
 from recserve.training.auto_choice import choose_auto
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.cases import leave_one_out_cases
-from recserve.training.evaluation.evaluation import SlateMaker, make_slates
+from recserve.training.evaluation.evaluation import make_slates
 from recserve.training.evaluation.slates import SlateOptions, Slates, dense_slates
-from recserve.training.evaluation.untrained import MAX_ENTRIES
+from recserve.training.evaluation.untrained import MAX_ENTRIES, SlateMaker
 from recserve.training.item_graph import save_graph
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
