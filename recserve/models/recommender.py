@@ -127,7 +127,14 @@ class Recommender(nn.Module):
 
     def embed_items(self, rows: Tensor) -> Tensor:
         """Returns the decoder's input [..., E] for history items. rows: any shape [...]."""
-        x: Tensor = self.tokens(self.item_tokens[rows]).sum(-2)
+        x: Tensor
+        codes = self.item_tokens[rows]
+        if self.training:  # the same sums, without a tensor [..., L, E] and its gradient
+            bags = codes.view(-1, codes.shape[-1])
+            x = F.embedding_bag(bags, self.tokens.weight, mode="sum")
+            x = x.view(*rows.shape, self.tokens.embedding_dim)
+        else:
+            x = self.tokens(codes).sum(-2)
         if self.item_vectors is not None:
             x = x + self.vector_projection(self.item_vectors[rows])
         if self.config.id_embedding:

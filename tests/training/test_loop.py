@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import nn
 
+from recserve.kernels.native.processor import Processor
 from recserve.training import loop
+from recserve.training import options as options_module
 from recserve.training.loop import StepLoss, fit
 from recserve.training.optimizers import build_optimizers
 from recserve.training.options import TrainOptions, TrainReport
@@ -165,6 +167,29 @@ def test_resume_refuses_another_recipe_and_a_damaged_file(tmp_path: Path) -> Non
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"checkpoint\.safetensors is damaged"):
         fit(Line(), SCHEDULE, options, tmp_path, quiet())
+
+
+@pytest.mark.parametrize(
+    "name, avx512, amx, expected",
+    [
+        ("AMD EPYC 9654", True, False, torch.bfloat16),
+        ("AMD EPYC 7763", False, False, None),
+        ("Intel(R) Xeon(R) Processor", True, False, None),
+        ("Intel(R) Xeon(R) Processor", True, True, torch.bfloat16),
+        ("Neoverse-N1", False, False, None),
+    ],
+)
+def test_precision_is_the_faster_one(
+    name: str,
+    avx512: bool,
+    amx: bool,
+    expected: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(options_module, "processor", lambda: Processor(name, frozenset()))
+    assert TrainOptions(device="cpu").autocast_dtype() == expected
 
 
 def test_matrices_that_are_named_are_moved_orthogonally() -> None:

@@ -29,20 +29,21 @@ class _FullSoftmaxLoss(torch.autograd.Function):
                 hidden[:, 0].contiguous(), torch.arange(0, query.shape[0] + chunk, chunk).to(hidden)
             ).tolist()
             for number, start in enumerate(range(0, query.shape[0], chunk)):
-                part = query[start : start + chunk]
+                part, target = query[start : start + chunk], targets[start : start + chunk]
                 logits = (part @ items.T).float()
                 out = hidden[bounds[number] : bounds[number + 1]]
                 logits[out[:, 0] - start, out[:, 1]] = -torch.inf
-                index = torch.arange(part.shape[0], device=query.device)
-                target = targets[start : start + chunk]
-                norm = logits.logsumexp(-1)
-                total += (norm - logits[index, target]).sum()
+                own = logits.gather(1, target[:, None])
+                peak = logits.amax(-1, keepdim=True)
+                weights = logits.sub_(peak).exp_()  # softmax * sums
+                sums = weights.sum(-1, keepdim=True)
+                total += (sums.log() + peak - own).sum()
                 # The gradient of cross-entropy is softmax(logits) minus the one-hot target.
-                gradient = logits.sub_(norm[:, None]).exp_()
-                gradient[index, target] -= 1
-                gradient = gradient.to(low)
-                query_grad[start : start + chunk] = gradient @ items
-                items_grad += gradient.T @ part
+                weights = weights.to(low)
+                mean = (weights @ items).float() / sums
+                query_grad[start : start + chunk] = mean - items[target]
+                items_grad += weights.T @ (part / sums).to(low)
+                items_grad.index_add_(0, target, part.float(), alpha=-1)
         ctx.save_for_backward(query_grad, items_grad)
         return total
 

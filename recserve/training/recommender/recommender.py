@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,9 +21,11 @@ from recserve.models.history_bonus import FILE as HISTORY_BONUS
 from recserve.models.recommender import Recommender, save_recommender
 from recserve.service.auto_strategy import BEAM
 from recserve.training.auto_choice import choose_auto
+from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.cases import leave_one_out_cases
-from recserve.training.evaluation.evaluation import slate_columns
-from recserve.training.evaluation.slates import SlateOptions, Slates
+from recserve.training.evaluation.evaluation import make_slates
+from recserve.training.evaluation.slates import SlateOptions, Slates, dense_slates
+from recserve.training.evaluation.untrained import MAX_ENTRIES, SlateMaker
 from recserve.training.item_graph import save_graph
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
@@ -58,7 +61,7 @@ class RecommenderRecipe:
         rerank_weight: Weight of the dense head when finished beams are ranked. The bundle stores it
             as the server's default.
         validation_users: Maximum number of users in the validation between epochs.
-        validation_width: Beam width of that validation.
+        validation_width: Beam width of that validation. A model that `reranks` has no beams there.
         choice_users: Maximum number of validation users that choose the history bonus and the dense
             weight of `auto` after the last epoch.
         autoregressive: As in RecommenderConfig.
@@ -86,9 +89,9 @@ class RecommenderRecipe:
     max_history_items: int = 50
     max_nodes: int = 4096
     objective: Objective = Objective(label_smoothing=0.05, dense_weight=2.0, heads_weight=0.1)
-    schedule: Schedule = Schedule(epochs=10, learning_rate=2e-3, patience=3)
+    schedule: Schedule = Schedule(epochs=10, learning_rate=2e-3)
     rerank_weight: float = 2.0
-    validation_users: int = 2000
+    validation_users: int = 5000
     validation_width: int = 20
     choice_users: int = 2000
     autoregressive: bool = True
@@ -98,6 +101,12 @@ class RecommenderRecipe:
     def __post_init__(self) -> None:
         if self.tied and self.scale_input:
             raise ValueError("tied and scale_input are set; choose one")
+
+    @property
+    def reranks(self) -> bool:
+        """True if the dense head takes part in beam search."""
+        has_dense_head = self.input == "items" and self.objective.dense_weight > 0
+        return self.autoregressive and has_dense_head and self.rerank_weight > 0
 
     @property
     def input_scale(self) -> float:
@@ -149,7 +158,6 @@ ITEMS = replace(
     scale_input=True,
     objective=replace(ITEMS_MASKED.objective, mask_seen=False),
     schedule=replace(ITEMS_MASKED.schedule, epochs=12),
-    validation_users=1000,
 )
 CODES = RecommenderRecipe(
     input="codes",
@@ -159,12 +167,14 @@ CODES = RecommenderRecipe(
     objective=Objective(label_smoothing=0.05, mask_seen=False, heads_weight=0.1),
     schedule=Schedule(epochs=10, learning_rate=2e-3, patience=3),
     rerank_weight=0.0,
+    validation_users=2000,
 )
 PARALLEL = RecommenderRecipe(
     tied=True,
     objective=Objective(mask_seen=False, heads_weight=1.0),
     schedule=Schedule(epochs=20, learning_rate=3e-3, patience=3),
     rerank_weight=0.0,
+    validation_users=2000,
     autoregressive=False,
     level_temperature=0.03,
 )
@@ -202,7 +212,8 @@ class RecommenderTrainee:
                     parameter.mul_(recipe.input_scale)
         self.model.bind_items(codes, torch.from_numpy(catalog.vectors))
         self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)
-        self.column = "filtered" if recipe.objective.mask_seen else "kept"
+        filtered = recipe.reranks or recipe.objective.mask_seen
+        self.column = "filtered" if filtered else "kept"
         self.selection = "ndcg@10"
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
@@ -218,20 +229,36 @@ class RecommenderTrainee:
         return StepLoss(losses.total, losses.parts, len(trees.trunk_rows))
 
     def validate(self) -> dict[str, float]:
-        """Returns NDCG and recall at 10 of the slates that a server with this model returns."""
-        options = SlateOptions(
-            self.recipe.validation_width,
-            self.column == "filtered",
-            self.recipe.rerank_weight,
-            "beam" if self.recipe.autoregressive else "rpg",
+        """Returns NDCG and recall at 10 on validation.
+
+        If the dense head reranks, these are the figures of its ranking of all items: it weighs
+        most in the slates that `auto` serves, and costs less per user than beam search. Otherwise
+        they are the figures of the slates that a server with this model returns.
+        """
+        slates, batch = self._served_slates, 256
+        if self.recipe.reranks:
+            slates, batch = self._dense_slates, max(1, min(256, MAX_ENTRIES // len(self.codes)))
+        made = make_slates(self.cases, slates(), self.column == "filtered", batch)
+        return slate_metrics(ranks_of(made, self.cases.held), (10,))
+
+    def _dense_slates(self) -> SlateMaker:
+        return lambda which, filtered: dense_slates(
+            self.model, self.codes, self.cases, which, 10, filtered
         )
+
+    def _served_slates(self) -> SlateMaker:
         answers = Slates(self.model, self.trie, self.codes)
 
         def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
-            return answers(self.cases, which, 10, replace(options, filtered=filtered))
+            options = SlateOptions(
+                self.recipe.validation_width,
+                filtered,
+                self.recipe.rerank_weight,
+                "beam" if self.recipe.autoregressive else "rpg",
+            )
+            return answers(self.cases, which, 10, options)
 
-        columns = slate_columns(self.cases, slates, (10,), columns=(self.column,))
-        return columns[self.column]
+        return slates
 
 
 def train_recommender(
@@ -244,7 +271,7 @@ def train_recommender(
 
     A model with level heads over a large catalogue also gets an item graph. If the dense head takes
     part in beam search, validation fits its history bonus and then chooses its weight for `auto`.
-    The time limit does not count that.
+    The time limit does not count that; the console says how long it takes.
 
     Args:
         bundle: The bundle with catalogue and events.
@@ -269,16 +296,21 @@ def train_recommender(
     save_graph(trainee.model, trainee.codes, directory)
     (directory / HISTORY_BONUS).unlink(missing_ok=True)  # that of an earlier model
     values = section(recipe, options, report)
-    reranks = trainee.model.config.dense_head and recipe.rerank_weight > 0
     console = console or Console(stderr=True)
-    if reranks:
+    began = time.monotonic()
+    if recipe.reranks:
+        console.print(
+            "choosing the history bonus and the dense weight of `auto` on at most "
+            f"{recipe.choice_users:,} validation users; max_minutes does not count this",
+            soft_wrap=True,
+        )
         fitted = fit_history_bonus(trainee.model, trainee.codes, events, recipe.choice_users)
         if fitted.bonus is not None:
             fitted.bonus.save(directory)
         values["history_bonus"] = fitted.evidence()
         console.print(str(fitted), soft_wrap=True)
     bundle.commit("recommender", values)
-    if reranks:
+    if recipe.reranks:
         choices = choose_auto(
             bundle,
             "quality",
@@ -290,6 +322,7 @@ def train_recommender(
         )
         for column, choice in choices.items():
             console.print(f"auto, seen items {column}: {choice}", soft_wrap=True)
+        console.print(f"chosen in {time.monotonic() - began:.0f} s")
     return report
 
 
