@@ -80,31 +80,36 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
 
 
 def ranking_requests(body: InferRequest) -> list[RankRequest]:
-    """Returns one rank request per row.
+    """Returns one rank request per row. Padding is no candidate.
 
     Raises:
         InvalidRequest: If a tensor or a value is invalid.
     """
     tensors = _tensors(body, "rank")
-    if CANDIDATES not in tensors:
-        raise InvalidRequest("inputs", f"{CANDIDATES} is required")
     fields: dict[str, Any] = {"fields": _requested_fields(body)}
     if body.parameters.scorer is not None:
         fields["scorer"] = body.parameters.scorer
-    rows, candidates = _rows(tensors), _texts(tensors[CANDIDATES])
+    rows, candidates = _rows(tensors), candidate_rows(body)
     if len(rows) != len(candidates):
         raise InvalidRequest(
             "inputs", f"{CANDIDATES} has {len(candidates)} rows; expected {len(rows)}"
         )
     return [
-        converted({**row, **fields, "candidates": [{"item_id": i} for i in ids]}, RankRequest)
+        converted({**row, **fields, "candidates": _candidates(ids)}, RankRequest)
         for row, ids in zip(rows, candidates, strict=True)
     ]
 
 
-def num_candidates(body: InferRequest) -> int:
-    """Returns the candidates of a row of a request that `ranking_requests` accepts."""
-    return next(tensor.shape[1] for tensor in body.inputs if tensor.name == CANDIDATES)
+def candidate_rows(body: InferRequest) -> list[list[str]]:
+    """Returns the candidates of each row, padding included.
+
+    Raises:
+        InvalidRequest: If there are none or a value is no text.
+    """
+    found = next((tensor for tensor in body.inputs if tensor.name == CANDIDATES), None)
+    if found is None:
+        raise InvalidRequest("inputs", f"{CANDIDATES} is required")
+    return _texts(found)
 
 
 def slate_tensors(
@@ -123,22 +128,28 @@ def slate_tensors(
 
 
 def ranking_tensors(
-    requests: Sequence[RankRequest], answers: Sequence[RankResponse], width: int
+    requests: Sequence[RankRequest],
+    answers: Sequence[RankResponse],
+    candidates: Sequence[Sequence[str]],
 ) -> list[OutputTensor]:
-    """Returns rankings as tensors in the order of the candidates; unknown items have no score.
+    """Returns rankings as tensors in the order of the candidates.
+
+    Unknown items and padding have no score.
 
     Args:
-        requests, answers: One for each row.
-        width: Candidates of a row, padding included.
+        requests: One for each row.
+        answers: One for each row.
+        candidates: [n, m] candidates, padding included.
     """
+    width = len(candidates[0])
     tasks = list(answers[0].items[0].scores) if answers[0].items else []
     tasks += [t for a in answers for i in a.items[:1] for t in i.scores if t not in tasks]
     scores: dict[str, list[list[float | None]]] = {task: [] for task in tasks}
     ranks: list[list[int]] = []
     places: list[list[RankedItem | None]] = []
-    for request, answer in zip(requests, answers, strict=True):
+    for row, answer in zip(candidates, answers, strict=True):
         found = {item.item_id: item for item in answer.items}
-        items = [found.get(candidate.item_id) for candidate in request.candidates]
+        items = [found.get(item_id) for item_id in row]
         for task in tasks:
             scores[task].append([None if i is None else i.scores.get(task) for i in items])
         ranks.append([0 if item is None else item.rank for item in items])
@@ -220,7 +231,7 @@ def _rows(tensors: dict[str, InferTensor]) -> list[dict[str, Any]]:
         raise InvalidRequest("inputs", f"expected either {USER} or {HISTORY}")
     rows: list[dict[str, Any]]
     if HISTORY in tensors:
-        rows = [{"history": ids} for ids in _texts(tensors[HISTORY])]
+        rows = [{"history": [i for i in ids if i != PAD]} for ids in _texts(tensors[HISTORY])]
     else:
         users = _flat(tensors[USER])
         rows = [{"user": {"id": _text(tensors[USER], user)}} for user in users]
@@ -258,26 +269,17 @@ def _rows_of(lengths: Sequence[int | None]) -> str:
     return f"{len(lengths)} of {', '.join(first)}{more}"
 
 
-def _texts(tensor: InferTensor) -> list[list[str]]:
-    """Returns the rows of a matrix of texts without the padding at their ends.
+def _candidates(item_ids: Sequence[str]) -> list[dict[str, str]]:
+    return [{"item_id": item_id} for item_id in item_ids if item_id != PAD]
 
-    Raises:
-        InvalidRequest: If a text follows padding, which would move to another place.
-    """
+
+def _texts(tensor: InferTensor) -> list[list[str]]:
+    """Returns the rows of a matrix of texts, padding included."""
     if len(tensor.shape) != 2:
         raise InvalidRequest(f"inputs.{tensor.name}.shape", "expected two dimensions, got one")
     flat, (count, width) = _flat(tensor), tensor.shape
     texts = [_text(tensor, value) for value in flat]
-    rows = [texts[r * width : (r + 1) * width] for r in range(count)]
-    for place, row in enumerate(rows):
-        size = row.index(PAD) if PAD in row else width
-        if any(text != PAD for text in row[size:]):
-            raise InvalidRequest(
-                f"inputs.{tensor.name}.data",
-                f"expected {PAD!r} at the end of a row only, got it at {size} of row {place}",
-            )
-        del row[size:]
-    return rows
+    return [texts[row * width : (row + 1) * width] for row in range(count)]
 
 
 def _text(tensor: InferTensor, value: Any) -> str:

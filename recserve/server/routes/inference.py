@@ -32,9 +32,9 @@ from recserve.server.inference_counts import InferenceCounts
 from recserve.server.routing import handles
 from recserve.server.tensors import (
     INPUTS,
+    candidate_rows,
     describe_inputs,
     describe_outputs,
-    num_candidates,
     ranking_requests,
     ranking_tensors,
     select_outputs,
@@ -160,7 +160,7 @@ async def _rankings(context: RequestContext, body: InferRequest) -> Answered:
     works = await context.begin(context.service.ranker.begin_batch, batch, deadline_s)
     found = await context.gather(works, deadline_s)
     answers: list[RankResponse] = [context.record(one) for one in found]
-    tensors = ranking_tensors(requests, answers, num_candidates(body))
+    tensors = ranking_tensors(requests, answers, candidate_rows(body))
     return answers[0].model_version, tensors
 
 
