@@ -1,11 +1,14 @@
 """Fixtures of every folder: forced kernels, the reference data, and a real redis-server."""
 
+import functools
 import gc
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from tests.support.paths import reference
 from tests.support.redis_server import start_redis
@@ -39,6 +42,18 @@ def force_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr("recserve.kernels.backend.FORCED", kernels)
 
     return force
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_of_each() -> Iterator[None]:
+    """Shares what many tests make and none changes: TLS contexts and the tree of commands.
+
+    A context reads all root certificates; the tree has hundreds of options.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        patch.setattr("typer.testing._get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
