@@ -10,7 +10,8 @@ again on the lines that they run: a mutant that only they kill is a hole of `mak
 A place that no test runs is left out and counted. `--tests` takes a part of the tests, for a look.
 No mutant is begun after `--minutes`; the report says how many were tried.
 
-The results are lines of `build/fresh-mutants/results.jsonl`; the next run goes on from there.
+The results are lines of `default.jsonl` and `slow.jsonl` in `build/fresh-mutants`; the next run
+goes on from there.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ def judge(given: argparse.Namespace, operators: Sequence[str]) -> int:
         for n, one in mutants.items()
         if n not in untried and results.get(n, ["survived"])[0] == "survived"
     }
-    chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
-    slow = run_marked("slow", "slow", left, given.workers, chosen)
-    late = try_mutants(slow, left, given.workers, end_s)
+    late = None
+    if time.monotonic() < end_s:
+        chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
+        slow = run_marked("slow", "slow", left, given.workers, chosen)
+        late = try_mutants(slow, left, given.workers, end_s)
     return report(mutants, untried, results, late)
 
 
@@ -194,16 +197,22 @@ def try_mutants(
         killed = [one for one in found if one is not None and one[0] != "survived"]
         return killed[0] if killed else None if None in found else ("survived", "")
 
+    copies = []
     for number in range(workers):
         folder = WORK / f"copy-{number}"
         shutil.rmtree(folder, ignore_errors=True)
-        scratches.put(Scratch(folder, WORK / "cache"))
-    for late in (False, True):
-        left = [(n, part[late]) for n, part in parts.items() if part[late:] and not outcome(n)]
-        with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(run, *zip(*left, strict=True)) if left else [])
-    for _ in range(workers):
-        scratches.get().stop()
+        copies.append(Scratch(folder, WORK / "cache"))
+        scratches.put(copies[-1])
+    threads = ThreadPoolExecutor(workers)
+    try:
+        for late in (False, True):
+            left = {n: part[late] for n, part in parts.items() if part[late:] and not outcome(n)}
+            list(threads.map(run, left.keys(), left.values()))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for copy in copies:
+            copy.stop()
+        threads.shutdown()
     return {n: one for n, part in parts.items() if part and (one := outcome(n)) is not None}
 
 
@@ -211,9 +220,17 @@ def report(
     mutants: Mapping[int, Mutant],
     untried: Collection[int],
     results: Mapping[int, tuple[str, str]],
-    late: Mapping[int, tuple[str, str]],
+    late: Mapping[int, tuple[str, str]] | None,
 ) -> int:
-    """Prints the two numbers and what survived. Returns the exit status."""
+    """Prints the two numbers and what survived. Returns the exit status.
+
+    Args:
+        mutants: All mutants of the draw.
+        untried: Numbers of those for which the time was not enough.
+        results: Outcomes of the default tests.
+        late: Outcomes of the slow tests; None if they have not been run.
+    """
+    not_run, late = late is None, late or {}
     killed = {n for n, (outcome, _) in results.items() if outcome != "survived"}
     only_slow = {n for n, (outcome, _) in late.items() if outcome != "survived"}
     run = set(results) | set(late)
@@ -227,9 +244,12 @@ def report(
     print(
         f"{len(mutants) - len(untried)} of {len(mutants)} tried, "
         f"{len(mutants) - len(untried) - len(run)} of them on lines that no test runs. "
-        f"`make test` kills {len(killed)} of {len(run)}, the slow tests {len(only_slow)} more: "
-        f"{share:.1%} of what all kill."
+        f"`make test` kills {len(killed)} of {len(run)}"
     )
+    if not_run:
+        print("The time was over before the slow tests.")
+        return 1
+    print(f"The slow tests kill {len(only_slow)} more: {share:.1%} of what all kill.")
     return 0 if share >= 0.95 else 1
 
 
