@@ -81,11 +81,11 @@ class StoredSteps(EagerRecorder):
 
 def found(outputs: StepOutputs, accepted: int) -> StepOutputs:
     """Returns the outputs with `accepted` tokens and a bonus token for every text."""
-    changed = replace(outputs, found=outputs.found.clone())
+    changed = replace(outputs, results=outputs.results.clone())
     accepted, nodes = min(accepted, outputs.depth), outputs.depth + 1
-    changed.found[:, :nodes] = -1
-    changed.found[:, : accepted + 1] = torch.arange(accepted + 1)
-    changed.found[:, nodes], changed.found[:, nodes + 1] = accepted, 1
+    changed.results[:, :nodes] = -1
+    changed.results[:, : accepted + 1] = torch.arange(accepted + 1)
+    changed.results[:, nodes], changed.results[:, nodes + 1] = accepted, 1
     changed.tokens[:, : accepted + 1] = 2
     return changed
 

@@ -78,7 +78,7 @@ class Strategy(ABC):
         return search
 
     @abstractmethod
-    def finished(self, state: Any) -> bool:
+    def is_finished(self, state: Any) -> bool:
         """Returns whether no node is left to score."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class OneRoundStrategy(Strategy):
             state.results = self.results(sequences, state.draft, None)
         return state
 
-    def finished(self, state: OneRound) -> bool:
+    def is_finished(self, state: OneRound) -> bool:
         """Returns whether the results are there."""
         return state.results is not None
 

@@ -38,7 +38,7 @@ from recserve.engine.capture import (
     is_cuda,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import Runner
+from recserve.engine.runner import LayerInputs, Runner
 from recserve.engine.scheduler import StepLock
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -133,7 +133,7 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
         ids = rows, shape.width * shape.weighed, trie.base.num_levels
         self._dense_candidates = torch.full(ids, trie.base.any_leaf, device=device)
         self._owners = torch.arange(rows, device=device).repeat_interleave(ids[1])
-        self._uploaded = torch.cuda.Event() if is_cuda(device) else None  # type: ignore[no-untyped-call]
+        self._upload_end = torch.cuda.Event() if is_cuda(device) else None  # type: ignore[no-untyped-call]
         self._put([])
 
     def __call__(self) -> SearchLeaves:
@@ -151,8 +151,8 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
         dense_candidates = None
         if self.shape.weighed:
             paths = self._dense_candidates
-            found = scores.of_paths(self._owners, paths.flatten(0, 1))
-            dense_candidates = found.view(paths.shape[:2])
+            log_probs = scores.of_paths(self._owners, paths.flatten(0, 1))
+            dense_candidates = log_probs.view(paths.shape[:2])
         return SearchLeaves(beams.paths, beams.log_probs, nonfinite, dense_candidates)
 
     def load(self, search: BeamSearch, part: slice) -> None:
@@ -182,8 +182,8 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
 
     def _put(self, sequences: Seq[SearchSequence]) -> None:
         """Uploads all requests in one copy, after the previous upload has ended."""
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
+        if self._upload_end is not None:
+            self._upload_end.synchronize()
         words, count = self._host.numpy(), len(sequences)
         for row, sequence in zip(words, sequences, strict=False):
             row[0] = request_of(sequence, SlateQuery).width
@@ -191,8 +191,8 @@ class BeamSearchGraph(CapturedGraph[SearchLeaves]):
         words[count:, 0] = 0  # width 0: no beam is alive
         self.inputs.write_padding(words[count:, 1:])
         self._block.copy_(self._host, non_blocking=True)
-        if self._uploaded is not None:
-            self._uploaded.record()
+        if self._upload_end is not None:
+            self._upload_end.record()
 
 
 class ScoreInputs(Protocol):
@@ -330,15 +330,14 @@ class TargetInputs:
 
     def write(self, words: Words, sequence: SearchSequence) -> None:
         """As ScoreInputs."""
-        size, rows = self.kv.page_size, sequence.prefix_length
+        rows = sequence.prefix_length
         words[:TREE] = sequence.row, rows
-        pages = np.array(sequence.pages[self.kv.pages_of(rows) :], np.int64)
-        own = (pages[:, None] * size + np.arange(size)).ravel()[sequence.tree_used :]
-        place, taken = TREE, 0
-        words[place:] = self.runner.pool.spare_slot
+        own = self.kv.slots_of(sequence.pages[self.kv.pages_of(rows) :])[sequence.tree_used :]
+        column, used = TREE, 0
+        words[column:] = self.runner.pool.spare_slot
         for columns, count in self._slot_counts(request_of(sequence, SlateQuery)):
-            words[place : place + count] = own[taken : taken + count]
-            place, taken = place + columns, taken + count
+            words[column : column + count] = own[used : used + count]
+            column, used = column + columns, used + count
 
     def write_padding(self, words: Words) -> None:
         """As ScoreInputs."""
@@ -362,21 +361,22 @@ class TreeStates:
         columns, kv = sum(inputs.columns), inputs.kv
         sizes = [TREE, columns, words.shape[1] - TREE - columns]
         prefixes, self._slots, self._chain_slots = torch.split(words, sizes, dim=1)
-        starts, most = prefixes[:, 0] * kv.width, inputs.model.config.decoder.max_positions
-        self._prefixes = Prefixes.on_device(kv.slots, starts, prefixes[:, 1], most)
+        starts, lengths = prefixes[:, 0] * kv.width, prefixes[:, 1].contiguous()
+        most = inputs.model.config.decoder.max_positions
+        self._prefixes = Prefixes.on_device(kv.slots, starts, lengths, most)
         self._nodes: _Nodes | None = None
 
-    def unscored(self, beams: Beams) -> None:
+    def find_unscored(self, beams: Beams) -> None:
         """Returns None: all states are computed."""
 
     def of_beams(self, beams: Beams) -> Tensor:
         """As `PrefixStates`. The beams are those of the level below the last ones."""
         if not beams.level:
             return self.inputs.last_hidden
-        new, rows = self._placed(beams), self.inputs.rows
+        new, rows = self._make_nodes(beams), self.inputs.rows
         nodes = new if self._nodes is None else self._nodes.and_also(new)
         self._nodes = nodes
-        batch, order = self._laid_out(nodes, beams.nodes.shape[1])
+        batch, order = self._lay_out(nodes, beams.nodes.shape[1])
         tokens = new.tokens.gather(1, order).flatten()
         hidden = self._forward(batch, tokens)
         # The states are in preorder; the caller needs the order of the beams.
@@ -415,13 +415,13 @@ class TreeStates:
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """Returns hidden states [Tq, E]. The tokens [Tq] are codes, so item tables may move."""
         model, runner = self.inputs.model, self.inputs.runner
-        return runner.layers(batch, model.tokens(tokens))
+        return runner.layers(batch, LayerInputs(model.tokens(tokens)))
 
     def _codes(self, nodes: Tensor, level: int) -> Tensor:
         """Returns the codes of nodes of a level, in their shape. Those of leaves are clamped."""
         return self.trie.codes_of(nodes).long().clamp(max=self.trie.codebook_sizes[level] - 1)
 
-    def _placed(self, beams: Beams) -> _Nodes:
+    def _make_nodes(self, beams: Beams) -> _Nodes:
         """Returns the new nodes. Those of dead beams get leaf ranks after all others."""
         leaves, alive, level = self.trie.leaves(beams.nodes), beams.alive(), beams.level - 1
         alone = DEAD_LEAF + sum(self.inputs.columns[:level]) + _count(beams.nodes)
@@ -432,7 +432,7 @@ class TreeStates:
             self._codes(beams.nodes, level) + self.inputs.model.config.level_offsets[level],
         )
 
-    def _laid_out(self, nodes: _Nodes, new: int) -> tuple[TreeBatch, Tensor]:
+    def _lay_out(self, nodes: _Nodes, new: int) -> tuple[TreeBatch, Tensor]:
         """Lays out the trees in preorder. The last `new` columns are computed.
 
         Returns those columns [B, new] too, counted from 0, in preorder.
@@ -443,20 +443,20 @@ class TreeStates:
         place = torch.empty_like(order).scatter_(1, order, _count(order))
         start = (self.inputs.rows * count)[:, None]
 
-        def packed(column: Tensor) -> Tensor:
+        def pack(column: Tensor) -> Tensor:
             return column.gather(1, order).flatten()
 
         # A subtree ends at the first node whose first leaf is past the subtree's last leaf.
         first, last = nodes.first.gather(1, order), nodes.last.gather(1, order)
         tree = TokenTree(
-            tokens=packed(nodes.tokens),
+            tokens=pack(nodes.tokens),
             parents=torch.full((order.numel(),), -1, device=order.device),  # attention reads `ends`
-            depths=packed(nodes.depths),
+            depths=pack(nodes.depths),
             ends=(torch.searchsorted(first, last) + start).flatten(),
             offsets=torch.arange(start.shape[0] + 1, device=start.device) * count,
         )
         queries, column = place[:, -new:].sort(1)
-        slots = packed(self._slots[:, :count])
+        slots = pack(self._slots[:, :count])
         nodes_now = (queries + start).flatten()
         return TreeBatch(tree, nodes_now, slots, self._prefixes, fixed_shapes=True), column
 
@@ -483,17 +483,17 @@ def _count(like: Tensor) -> Tensor:
     return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)
 
 
-def set_leaves(search: BeamSearch, found: SearchLeaves) -> None:
+def set_leaves(search: BeamSearch, leaves: SearchLeaves) -> None:
     """Moves a search at level 0 to the results of a replay.
 
     They are copied because the next replay overwrites them.
     """
     count, candidates = len(search.sequences), search.dense_candidates
-    paths, log_probs = found.paths[:count].clone(), found.log_probs[:count].clone()
-    if candidates is not None and found.dense_candidates is not None:
-        scores = found.dense_candidates[:count, : candidates.rows.shape[1]]
+    paths, log_probs = leaves.paths[:count].clone(), leaves.log_probs[:count].clone()
+    if candidates is not None and leaves.dense_candidates is not None:
+        scores = leaves.dense_candidates[:count, : candidates.rows.shape[1]]
         candidates.log_probs = torch.where(candidates.valid, scores, DEAD)
-    search.add_nonfinite(found.nonfinite[:count].clone())
+    search.add_nonfinite(leaves.nonfinite[:count].clone())
     search.beams = Beams(search.trie.num_levels, paths[..., -1], log_probs, paths)
 
 
@@ -503,7 +503,7 @@ class FixedFilter:
     Only one search runs at a time, so that sharing is safe.
 
     Attributes:
-        left: The filter of the largest number of requests.
+        largest: The filter of the largest number of requests.
     """
 
     def __init__(self, trie: FixedTrie, requests: int, excluded: int | None) -> None:
@@ -517,44 +517,44 @@ class FixedFilter:
         device = trie.base.device
         self._clean = True
         if excluded is not None:
-            self.left = BatchFilter(torch.full((requests, excluded), NOWHERE, device=device))
+            self.largest = BatchFilter(torch.full((requests, excluded), NOWHERE, device=device))
             return
         size = requests, trie.base.num_items // 32 + 1
         bits = counted(torch.full(size, -1, dtype=torch.int32, device=device))
         added = torch.full((requests, trie.capacity), NOWHERE, device=device)
-        self.left = BatchFilter(bits=bits, added=added)
+        self.largest = BatchFilter(bits=bits, added=added)
 
     def of(self, requests: int) -> BatchFilter:
         """Returns the filter of the first requests."""
-        left = self.left
-        if left.excluded is not None:
-            return BatchFilter(left.excluded[:requests])
-        assert left.bits is not None and left.added is not None
-        words, counts = left.bits.words[:requests], left.bits.counts[:requests]
-        return BatchFilter(bits=LeafBits(words, counts), added=left.added[:requests])
+        largest = self.largest
+        if largest.excluded is not None:
+            return BatchFilter(largest.excluded[:requests])
+        assert largest.bits is not None and largest.added is not None
+        words, counts = largest.bits.words[:requests], largest.bits.counts[:requests]
+        return BatchFilter(bits=LeafBits(words, counts), added=largest.added[:requests])
 
     def load(self, version: Trie, requests: Seq[SlateQuery]) -> None:
         """Writes the filters of requests over this version. Rows after the last request have no
         effect.
         """
-        if (bits := self.left.bits) is not None:
-            filters = tuple(leaf_filter(version, r.excluded, r.allowed) for r in requests)
-            found, count = RequestFilters(version, filters).in_bits(), len(requests)
-            assert found.bits is not None and self.left.added is not None
-            bits.words[:count].copy_(found.bits.words)
-            bits.counts[:count].copy_(found.bits.counts)
+        if (bits := self.largest.bits) is not None:
+            each = tuple(leaf_filter(version, r.excluded, r.allowed) for r in requests)
+            filters, count = RequestFilters(version, each).in_bits(), len(requests)
+            assert filters.bits is not None and self.largest.added is not None
+            bits.words[:count].copy_(filters.bits.words)
+            bits.counts[:count].copy_(filters.bits.counts)
             if not self._clean:
-                self.left.added.fill_(NOWHERE)
-            if found.added is not None:
-                self.left.added[:count, : found.added.shape[1]].copy_(found.added)
-            self._clean = found.added is None
+                self.largest.added.fill_(NOWHERE)
+            if filters.added is not None:
+                self.largest.added[:count, : filters.added.shape[1]].copy_(filters.added)
+            self._clean = filters.added is None
             return
-        assert self.left.excluded is not None
+        assert self.largest.excluded is not None
         excluded = excluded_ranks(version, [r.excluded for r in requests], NOWHERE)
         if not self._clean:
-            self.left.excluded.fill_(NOWHERE)
+            self.largest.excluded.fill_(NOWHERE)
         if excluded is not None:
-            self.left.excluded[: excluded.shape[0], : excluded.shape[1]].copy_(excluded)
+            self.largest.excluded[: excluded.shape[0], : excluded.shape[1]].copy_(excluded)
         self._clean = excluded is None
 
 
@@ -673,8 +673,8 @@ def buckets_of(weighs: bool, nezha: bool, shapes: Seq[SearchShape]) -> list[Sear
         shapes: In the order of capture.
     """
     strategies = ("beam", "nezha") if nezha else ("beam",)
-    kept = [shape for shape in shapes if weighs or not shape.weighed]
-    return [SearchBucket(strategy, shape) for shape, strategy in product(kept, strategies)]
+    usable = [shape for shape in shapes if weighs or not shape.weighed]
+    return [SearchBucket(strategy, shape) for shape, strategy in product(usable, strategies)]
 
 
 # Filter buffers by the value of `SearchShape.excluded`.
@@ -730,14 +730,14 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
                     return
                 trie = FixedTrie(base, self.limits.capacity)
                 filters = _filters(trie, buckets)
-            build = partial(self._built, trie, filters)
-            made = self.capture(buckets, build, lock=stepping, go_on=go_on)
-            if made is None:
+            build = partial(self._build, trie, filters)
+            graphs = self.capture(buckets, build, lock=stepping, go_on=go_on)
+            if graphs is None:
                 return
-            made.sort(key=lambda graph: graph.shape.requests * graph.shape.width)
+            graphs.sort(key=lambda graph: graph.shape.requests * graph.shape.width)
             with stepping:
                 self._trie = trie
-                self.use(made, buckets)
+                self.use(graphs, buckets)
 
     def find(self, strategy: str, sequences: Seq[SearchSequence]) -> list[BeamSearchGraph]:
         """Returns the graphs that hold requests over one version one after another. [] if none do.
@@ -746,11 +746,11 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
         """
         if self._trie is None:
             return []
-        found = self._fitting(strategy, sequences)
-        if isinstance(found, str):
-            self.counts[found] += 1
+        graphs = self._choose_graphs(strategy, sequences)
+        if isinstance(graphs, str):
+            self.counts[graphs] += 1
             return []
-        return found
+        return graphs
 
     def replay(self, graphs: Seq[BeamSearchGraph], sequences: Seq[SearchSequence]) -> BeamSearch:
         """Returns the finished search of requests that `graphs` hold.
@@ -771,7 +771,7 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
         self.counts["replayed"] += 1
         return search
 
-    def _fitting(
+    def _choose_graphs(
         self, strategy: str, sequences: Seq[SearchSequence]
     ) -> list[BeamSearchGraph] | SearchResult:
         """Returns the graphs that hold the requests one after another, or the reason why there
@@ -786,24 +786,24 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
             return "version"
         if max(s.prefix_length for s in sequences) > self.model.config.decoder.max_positions:
             return "size"
-        wanted, count = SearchShape.of(requests), len(requests)
+        smallest, count = SearchShape.of(requests), len(requests)
         graphs = [graph for graph in self.captured if graph.bucket.strategy == strategy]
-        holding = [graph for graph in graphs if graph.shape.holds(wanted)]
-        if holding:
-            return holding[:1]
-        one = replace(wanted, requests=1)
-        fitting = [graph.shape for graph in graphs if graph.shape.holds(one)]
-        if not fitting:
+        large = [graph for graph in graphs if graph.shape.holds(smallest)]
+        if large:
+            return large[:1]
+        one = replace(smallest, requests=1)
+        shapes = [graph.shape for graph in graphs if graph.shape.holds(one)]
+        if not shapes:
             return "size"
-        most = max(fitting, key=lambda shape: (shape.requests, -shape.width))
+        most = max(shapes, key=lambda shape: (shape.requests, -shape.width))
         alike = [g for g in graphs if replace(g.shape, requests=most.requests) == most]
-        found = []
+        replays = []
         for start in range(0, count, most.requests):
-            left = min(count - start, most.requests)
-            found.append(next(g for g in alike if g.shape.requests >= left))
-        return found
+            size = min(count - start, most.requests)
+            replays.append(next(g for g in alike if g.shape.requests >= size))
+        return replays
 
-    def _built(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> BeamSearchGraph:
+    def _build(self, trie: FixedTrie, filters: Filters, bucket: SearchBucket) -> BeamSearchGraph:
         """Builds the search of a bucket."""
         shape = bucket.shape
         inputs: ScoreInputs
@@ -827,7 +827,7 @@ def cuda_searches(
     kv: KVCache,
     model: Recommender,
     head: SelfDraftHead | None,
-    wanted: bool | None,
+    enabled: bool | None,
     limits: SearchLimits,
 ) -> BeamSearchGraphs | None:
     """Returns the searches of a recommender, to be captured on its CUDA device.
@@ -837,13 +837,13 @@ def cuda_searches(
         kv: The cache of the recommender.
         model: The recommender.
         head: The head of the strategy `nezha`, or None.
-        wanted: False disables graphs. None and True enable them on a CUDA device.
+        enabled: False disables graphs. None and True enable them on a CUDA device.
         limits: What is captured, and how much time and memory that may take.
 
     Returns:
         None if graphs are disabled, the device is not CUDA, or the model is not autoregressive.
     """
     on_cuda = is_cuda(runner.pool.keys.device)
-    if not on_cuda or wanted is False or not model.config.autoregressive:
+    if not on_cuda or enabled is False or not model.config.autoregressive:
         return None
     return BeamSearchGraphs(runner, kv, model, head, limits, CudaRecorder())

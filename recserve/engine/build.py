@@ -76,7 +76,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
         NotInvariant: If `invariant` is set and this machine cannot compute a model that way.
         ValueError: If `graphs` is set and the language model is not on a CUDA device.
     """
-    config = _sized(config or EngineConfig(), models)
+    config = _set_kv_bytes(config or EngineConfig(), models)
     engine = Engine(config)
     engine.add_strategy("warm", PrewarmStrategy())
     if models.recommender is not None:
@@ -91,7 +91,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
     return engine
 
 
-def _sized(config: EngineConfig, models: EngineModels) -> EngineConfig:
+def _set_kv_bytes(config: EngineConfig, models: EngineModels) -> EngineConfig:
     """Returns the configuration with the size of the key-value caches as a number."""
     if config.kv_bytes != "auto":
         return config
@@ -147,13 +147,11 @@ def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
     for name, strategy in {**strategies, "likelihood": likelihood_strategy(model)}.items():
         engine.add_strategy(name, strategy)
     if not config.invariant:
-        wanted = config.graphs
+        kv, graphs = scheduler.kv, config.graphs
         scheduler.searches = cuda_searches(
-            runner, scheduler.kv, model, heads.nezha, wanted, config.search_limits
+            runner, kv, model, heads.nezha, graphs, config.search_limits
         )
-        scheduler.prefills = cuda_prefills(
-            runner, scheduler.kv, model, wanted, config.prefill_limits
-        )
+        scheduler.prefills = cuda_prefills(runner, kv, model, graphs, config.prefill_limits)
 
 
 def _add_text(engine: Engine, model: LanguageModel) -> None:

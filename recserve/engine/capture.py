@@ -1,8 +1,8 @@
 """CUDA graphs: a function of fixed shapes is captured once per bucket and replayed by one launch.
 
 `GraphSet` is the base of the three kinds of graphs: prefills (below), searches
-(items/beam_search_graph.py) and text steps (text/text_step_graph.py). Their functions share
-nothing. A prefill is the plainest.
+(beam_search_graph.py) and text steps (text_step_graph.py). Their functions share nothing. A prefill
+is the plainest.
 
 The host needs hundreds of microseconds to launch a layer. For up to about a thousand rows the
 device computes it in less, so the prefill of one request waits for the host: a new history, or a
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import Runner
+from recserve.engine.runner import LayerInputs, Runner
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.language_model import LanguageModel
@@ -241,7 +241,7 @@ class GraphSet(Generic[GraphT]):
                 for as long as the last one took.
             go_on: Called before each capture. False ends the captures.
         """
-        made, excluded = list[GraphT](), list[str]()
+        graphs, excluded = list[GraphT](), list[str]()
         began, before, in_use = self._clock(), self.recorder.bytes, bool(self.captured)
         for bucket in buckets:
             late = self._clock() - began > self.limits.seconds
@@ -253,7 +253,7 @@ class GraphSet(Generic[GraphT]):
                 return None
             try:
                 with lock:
-                    made.append(self._capture(build, bucket))
+                    graphs.append(self._capture(build, bucket))
             except Exception:  # Triton's errors have no narrower base
                 log.exception(
                     "no graph of %s: its capture failed, and its kernels are launched one by one",
@@ -261,18 +261,18 @@ class GraphSet(Generic[GraphT]):
                 )
                 break
             if in_use:
-                time.sleep(made[-1].seconds)
+                time.sleep(graphs[-1].seconds)
         if excluded:
             log.warning(
                 "no graphs of %s: the limits of capture time or memory are reached",
                 ", ".join(excluded),
             )
-        return made
+        return graphs
 
-    def use(self, made: list[GraphT], buckets: Seq[Bucket]) -> None:
+    def use(self, graphs: list[GraphT], buckets: Seq[Bucket]) -> None:
         """Replaces the graphs by those that were captured for some buckets."""
-        names = {graph.bucket.name for graph in made}
-        self.captured = made
+        names = {graph.bucket.name for graph in graphs}
+        self.captured = graphs
         self.missing = [bucket.name for bucket in buckets if bucket.name not in names]
 
     def _capture(self, build: Callable[[BucketT], GraphT], bucket: BucketT) -> GraphT:
@@ -374,7 +374,7 @@ class PrefillGraph(CapturedGraph[Tensor]):
         most = self.model.config.decoder.max_positions
         prefixes = Prefixes.on_device(self.kv.slots, self._starts, self._lengths, most)
         batch = TreeBatch(tree, None, self._slots, prefixes, fillers=1, fixed_shapes=True)
-        return self.runner.layers(batch, self._x, (self._last + count).clamp(min=0))
+        return self.runner.layers(batch, LayerInputs(self._x, (self._last + count).clamp(min=0)))
 
 
 class PrefillGraphs(GraphSet[PrefillGraph]):
@@ -403,12 +403,12 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
         super().__init__(recorder, limits, PREFILL_RESULTS)
         self._model, longest = model, model.config.decoder.max_positions
         # The largest history needs one graph that holds it, and none beyond.
-        fitting = [b for n, b in enumerate(buckets) if not n or buckets[n - 1].rows <= longest]
-        self.use(self.capture(fitting, partial(PrefillGraph, runner, kv, model)) or [], fitting)
+        usable = [b for n, b in enumerate(buckets) if not n or buckets[n - 1].rows <= longest]
+        self.use(self.capture(usable, partial(PrefillGraph, runner, kv, model)) or [], usable)
 
     def replay(self, batch: TreeBatch) -> Tensor | None:
         """Returns the states of a prefill [num_states, E], or None if no graph holds it."""
-        graph, states = self._fitting(batch), batch.num_states
+        graph, states = self._choose_graph(batch), batch.num_states
         if graph is None or states is None:
             self.counts["size"] += 1
             return None
@@ -416,7 +416,7 @@ class PrefillGraphs(GraphSet[PrefillGraph]):
         graph.load(batch, self._model.embed(batch.inputs.tokens))
         return graph.replay()[PREFILL_STATES - states :].clone()
 
-    def _fitting(self, batch: TreeBatch) -> PrefillGraph | None:
+    def _choose_graph(self, batch: TreeBatch) -> PrefillGraph | None:
         count, states = len(batch.inputs), batch.num_states
         if states is None or not 0 < states <= min(PREFILL_STATES, count):
             return None
@@ -431,18 +431,18 @@ def cuda_prefills(
     runner: Runner,
     kv: KVCache,
     model: Model,
-    wanted: bool | None,
+    enabled: bool | None,
     limits: CaptureLimits = PREFILL_LIMITS,
 ) -> PrefillGraphs | None:
-    """Captures the prefills of a model on a CUDA device. Returns None on others, or if not wanted.
+    """Captures the prefills of a model on a CUDA device. Returns None on others, or if not enabled.
 
     Args:
         runner: The runner of the model.
         kv: The cache of the model.
         model: The model.
-        wanted: False disables graphs.
+        enabled: False disables graphs.
         limits: How much time and memory that may take.
     """
-    if wanted is False or not is_cuda(runner.pool.keys.device):
+    if enabled is False or not is_cuda(runner.pool.keys.device):
         return None
     return PrefillGraphs(runner, kv, model, CudaRecorder(), limits)

@@ -25,7 +25,7 @@ from recserve.speculation.verifiers.registry import verifiers
 
 log = logging.getLogger(__name__)
 
-Refused = tuple[TextSequence, Exception]
+Refusal = tuple[TextSequence, Exception]
 
 
 class DraftProposer:
@@ -50,7 +50,7 @@ class DraftProposer:
 
     def propose(
         self, texts: Seq[TextSequence], prefill: int
-    ) -> tuple[dict[TextSequence, TextDraft], list[Refused]]:
+    ) -> tuple[dict[TextSequence, TextDraft], list[Refusal]]:
         """Returns drafts for the texts, and the texts whose drafter or draft failed.
 
         Args:
@@ -65,18 +65,18 @@ class DraftProposer:
         drafting = [s for s in texts if not isinstance(s.drafter, NoDrafter)]
         self.called.clear()
         self._began_s, self._drafting_s = self._now(), 0.0
-        refused: list[Refused] = []
+        refusals: list[Refusal] = []
         for sequences, budgets in self._calls(drafting, len(texts), prefill):
-            refused += self._call(sequences[0].drafter, sequences, budgets, drafts)
-        for sequence, _ in refused:
+            refusals += self._call(sequences[0].drafter, sequences, budgets, drafts)
+        for sequence, _ in refusals:
             drafts.pop(sequence, None)
         if self.policy.has_cost:
             self._num_texts = len(drafts)
             drafted = sum(map(len, drafts.values())) if self.called else 0
             self._num_nodes = 0 if prefill else len(drafts) + drafted
-        return drafts, refused
+        return drafts, refusals
 
-    def read(self, texts: Seq[TextSequence], without_last: bool = False) -> list[Refused]:
+    def read(self, texts: Seq[TextSequence], without_last: bool = False) -> list[Refusal]:
         """Passes states to the drafters that have not received them.
 
         Args:
@@ -88,19 +88,19 @@ class DraftProposer:
         """
         calls: dict[int, tuple[Drafter, list[TextSequence], list[StateSpan]]] = {}
         for sequence in texts:
-            part = sequence.unread(sequence.num_computed - without_last)
+            part = sequence.take_unread(sequence.num_computed - without_last)
             if part is not None:
                 drafter = sequence.drafter
                 own = calls.setdefault(id(drafter), (drafter, [], []))
                 own[1].append(sequence)
                 own[2].append(part)
-        refused: list[Refused] = []
+        refusals: list[Refusal] = []
         for drafter, sequences, parts in calls.values():
             try:
                 drafter.read(parts)
             except Exception as error:
-                refused += [(sequence, error) for sequence in sequences]
-        return refused
+                refusals += [(sequence, error) for sequence in sequences]
+        return refusals
 
     def record_step(self) -> None:
         """Records the time of the step that verified the last drafts, once."""
@@ -168,7 +168,7 @@ class DraftProposer:
         texts: Seq[TextSequence],
         budgets: Seq[Budget],
         drafts: dict[TextSequence, TextDraft],
-    ) -> list[Refused]:
+    ) -> list[Refusal]:
         """Calls one drafter and enters its drafts into `drafts`."""
         began, name = self._now(), texts[0].request.speculation.drafter
         try:
@@ -181,7 +181,7 @@ class DraftProposer:
             return [(s, error) for s in texts]
         taken_s = self._now() - began
         self._drafting_s += taken_s
-        refused: list[Refused] = []
+        refusals: list[Refusal] = []
         within: list[tuple[int, int, int]] = []
         for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
             try:
@@ -196,12 +196,12 @@ class DraftProposer:
                 if not request.params.greedy:  # at temperature 0 every rule accepts by the argmax
                     verifiers()[request.speculation.verifier].check(draft)
             except Exception as error:
-                refused.append((sequence, error))
+                refusals.append((sequence, error))
                 continue
             drafts[sequence] = draft
             self.called.add(sequence)
         self.policy.record_drafts(name, within, taken_s * 1e3)
-        return refused
+        return refusals
 
 
 def _shapes_the_text(sequence: TextSequence) -> bool:

@@ -185,9 +185,9 @@ class Engine:
         if not prefixes:
             return
         caches = [scheduler.kv.prefixes for scheduler in self.schedulers.values()]
-        gone = [(cache, cache.digests_of(prefix)) for cache in caches for prefix in prefixes]
+        stale = [(cache, cache.digests_of(prefix)) for cache in caches for prefix in prefixes]
         with self._stepping:
-            for cache, digests in gone:
+            for cache, digests in stale:
                 cache.drop(digests)
 
     def forget_all(self) -> None:
@@ -293,7 +293,7 @@ class Engine:
         with self._stepping:
             if self.queue:
                 self.queue.admit(self.config.max_running)
-            if self.queue.background and not (self._closing or self._searching()):
+            if self.queue.background and not (self._closing or self._runs_items()):
                 self.queue.admit_background()
             cancelled = self._cancelled.take()
             for scheduler in self.schedulers.values():
@@ -306,7 +306,7 @@ class Engine:
             queued = self.queue or (self.queue.background and not self._closing)
             return bool(queued) or running > 0
 
-    def _searching(self) -> bool:
+    def _runs_items(self) -> bool:
         """Returns whether an item request runs. A background request waits for its end.
 
         It does not wait for running texts, because a text takes seconds.

@@ -33,7 +33,7 @@ class EngineConfig:
         search_limits: Which searches are captured, and how much time and memory that may take.
         prefill_limits: How much time and memory the captures of prefills may take.
         invariant: Makes every bit of a result independent of other requests, drafts and the cache
-            (see runtime/invariance.py). It needs packed models on a CPU and offers only the
+            (see engine/invariance.py). It needs packed models on a CPU and offers only the
             strategies that allow it.
     """
 

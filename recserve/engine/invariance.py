@@ -97,8 +97,8 @@ class _Trial:
         near, far, strange = torch.split(places, [rows + NODES, rows + NODES, max(OTHER_ROWS)])
         near = near.sort().values
         states = self._forward(chain(prefix.tokens), prefix, near[:rows], near[:0])
-        found = self._forward(tree, nodes, near[rows:], near[:rows])
-        said = self._read(found)
+        node_states = self._forward(tree, nodes, near[rows:], near[:rows])
+        outputs = self._read(node_states)
         start = 0
         for size, num_others in zip(CHUNKS, OTHER_ROWS, strict=True):
             part = prefix.select(slice(start, start + size))
@@ -110,7 +110,7 @@ class _Trial:
                 return f"for {size} rows of a prefix with {num_others} other rows"
             start += size
         got = self._forward(tree, nodes, far[rows:], far[:rows], others, strange)
-        if not torch.equal(got, found):
+        if not torch.equal(got, node_states):
             return f"for a tree with {len(others)} other rows"
         path, slots = [NODES - 1], far[rows:]
         while int(tree.parents[path[0]]) >= 0:
@@ -119,9 +119,9 @@ class _Trial:
             one = nodes.select(slice(node, node + 1))
             before = torch.cat([far[:rows], slots[path[:depth]]])
             got = self._forward(chain(one.tokens), one, slots[node : node + 1], before)
-            if not torch.equal(got[0], found[node]):
+            if not torch.equal(got[0], node_states[node]):
                 return "for a node by itself"
-            if not torch.equal(self._read(got)[0], said[node]):
+            if not torch.equal(self._read(got)[0], outputs[node]):
                 return "for the outputs of a single state"
         return None
 
@@ -147,11 +147,11 @@ class _Trial:
             return model.heads(hidden)
         if isinstance(model, LanguageModel):
             return model.logits(hidden)
-        said = [model.level_logits(hidden, level) for level in range(model.config.num_levels)]
-        said.append(model.full_logits(hidden))
+        outputs = [model.level_logits(hidden, level) for level in range(model.config.num_levels)]
+        outputs.append(model.full_logits(hidden))
         if model.config.dense_head and model.num_bound_items:
-            said.append(model.dense_scores(hidden))
-        return torch.cat([part.float() for part in said], dim=1)
+            outputs.append(model.dense_scores(hidden))
+        return torch.cat([part.float() for part in outputs], dim=1)
 
 
 def _batch(tree: TokenTree, inputs: NodeInputs, slots: Tensor, prefix: Tensor) -> TreeBatch:

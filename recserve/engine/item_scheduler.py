@@ -28,8 +28,14 @@ from recserve.engine.beam_search_graph import BeamSearchGraph, BeamSearchGraphs
 from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
-from recserve.engine.scheduler import Chunk, Scheduler, expired
-from recserve.engine.search_batch import Round, SearchBatch, checked, computed_nodes, zero_nonfinite
+from recserve.engine.scheduler import Chunk, Scheduler, has_expired
+from recserve.engine.search_batch import (
+    Round,
+    SearchBatch,
+    check_result,
+    computed_nodes,
+    zero_nonfinite,
+)
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import AUXILIARY, CANDIDATE, chain
 from recserve.kernels.tree_batch import TreeBatch
@@ -101,10 +107,10 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         """
         kv, request, timing = self.kv, sequence.request, sequence.timing
         capacity, rows = sequence.strategy.tree_capacity(request), request.prefix.keys.shape[0]
-        placed = kv.place(sequence, _keys(request), capacity, separate=True)
-        if placed is None:
+        placement = kv.place(sequence, _keys(request), capacity, separate=True)
+        if placement is None:
             return False
-        length, cached = placed
+        length, cached = placement
         below = slice(kv.pages_of(rows) * kv.page_size, len(sequence.pages) * kv.page_size)
         if self.admitted_tokens is not None and self.num_admitted:
             tokens = rows - length + below.stop - below.start
@@ -286,12 +292,12 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         A round ends only if nobody waits for any of its results.
         """
         running: list[SearchBatch] = []
-        late = [sequence for sequence in self.cold if expired(sequence.request)]
+        late = [sequence for sequence in self.cold if has_expired(sequence.request)]
         if late:
             self.cold = [sequence for sequence in self.cold if sequence not in late]
         for batch in self.batches:
             gone = (batch.round is not None or batch.graphs) and all(
-                s.future.cancelled() or expired(s.request) for s in batch.sequences
+                s.future.cancelled() or has_expired(s.request) for s in batch.sequences
             )
             if gone:
                 late += batch.sequences
@@ -351,7 +357,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         for batch in batches:
             began = time.perf_counter()
             try:
-                if batch.state is None or not batch.strategy.finished(batch.state):
+                if batch.state is None or not batch.strategy.is_finished(batch.state):
                     self.batches.append(batch)
                     continue
                 results = self._results_of(batch)
@@ -372,7 +378,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
                 f"for {len(batch.sequences)} requests"
             )
         return [
-            NotFinite() if sequence.nonfinite else checked(result)
+            NotFinite() if sequence.nonfinite else check_result(result)
             for sequence, result in zip(batch.sequences, results, strict=True)
         ]
 
@@ -381,7 +387,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         for sequence, result in zip(batch.sequences, results, strict=True):
             if not isinstance(result, Continuation):
                 self._end([(sequence, result)])
-            elif expired(sequence.request):
+            elif has_expired(sequence.request):
                 late = DeadlineExceeded("the deadline passed between two searches")
                 self._end([(sequence, late)])
             else:
@@ -391,12 +397,12 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
     def _place(self, batch: SearchBatch, draft: Draft) -> TreeBatch:
         """Assigns a slot to every node of a draft. Nodes computed earlier keep their slots."""
         counts = computed_nodes(draft)
-        taken = []
+        parts = []
         for sequence, count in zip(batch.sequences, counts, strict=True):
-            taken.append(sequence.take_tree_slots(count))
+            parts.append(sequence.take_tree_slots(count))
             sequence.timing.nodes += count
             sequence.rounds += count > 0
-        slots = new = taken[0] if len(taken) == 1 else torch.cat(taken)
+        slots = new = parts[0] if len(parts) == 1 else torch.cat(parts)
         if draft.queries is not None and draft.scored is not None:
             # Nodes neither scored nor computed have no descendants: any valid slot will do.
             slots = draft.scored.clamp(min=0)

@@ -38,6 +38,7 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
@@ -72,9 +73,9 @@ def cache_bytes(device: torch.device, num_models: int, graph_bytes: int) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     left = int(free - SPARE_SHARE * total) - graph_bytes
-    found = max(left // num_models, DEFAULT_BYTES)
-    log.info("kv_bytes auto: %.1f GiB for each of %d models", found / 2**30, num_models)
-    return found
+    size = max(left // num_models, DEFAULT_BYTES)
+    log.info("kv_bytes auto: %.1f GiB for each of %d models", size / 2**30, num_models)
+    return size
 
 
 class OutOfPages(RuntimeError):
@@ -240,9 +241,9 @@ class PrefixCache:
         digests = self._page_digests(raw, prefix, salt)
         full = len(digests) - 1
         last = pages[full] if prefix.keys.shape[0] % size else None
-        stored = self._put(self._end_digest(digests[full], raw[full * size * 8 :]), last, whole)
-        if stored is not None and whole.placeholder_states is not None:
-            stored.placeholder_states = whole.placeholder_states
+        entry = self._put(self._end_digest(digests[full], raw[full * size * 8 :]), last, whole)
+        if entry is not None and whole.placeholder_states is not None:
+            entry.placeholder_states = whole.placeholder_states
         # Deepest page first, so that a beginning is evicted after everything that continues it.
         for number in range(full - 1, -1, -1):
             self._put(digests[number + 1], pages[number], None)
@@ -373,6 +374,10 @@ class KVCache:
         """Returns the number of pages that hold this many tokens."""
         return -(-tokens // self.page_size)
 
+    def slots_of(self, pages: Seq[int]) -> NDArray[np.int64]:
+        """Returns the slots of pages, in order."""
+        return (np.array(pages, np.int64)[:, None] * self.page_size + self._in_page).ravel()
+
     def allocate(self, count: int) -> list[int] | None:
         """Returns `count` pages, evicting cached prefixes for them. None if requests hold them."""
         return self.allocator.allocate(count) if self.prefixes.evict(count) else None
@@ -396,27 +401,27 @@ class KVCache:
         """
         if not self._free_rows:
             return None
-        found, length, whole = self.prefixes.match(prefix)
+        matches, length, whole = self.prefixes.match(prefix)
         rows, full = prefix.keys.shape[0], length // self.page_size
-        cached = found if separate and length == rows else found[:full]
+        cached = matches if separate and length == rows else matches[:full]
         num_pages = self.pages_of(rows if separate else rows + num_after)
         num_pages += self.pages_of(num_after) if separate else 0
         own = self.allocate(num_pages - len(cached))
         if own is None:
-            self.allocator.release(found)
+            self.allocator.release(matches)
             if self.num_available < self.allocator.num_pages:
                 return None
             # No request holds a page, so waiting frees none. The page to copy is in the way.
-            found, cached, length, whole = [], [], 0, None
+            matches, cached, length, whole = [], [], 0, None
             own = self.allocate(num_pages)
             if own is None:
                 return None
-        pages, partial = cached + own, found[len(cached) :]
+        pages, partial = cached + own, matches[len(cached) :]
         try:
             if partial:
                 # A drafter's entry of the next row depends on cached rows only.
-                copied = length % self.page_size + bool(prefix.drafter)
-                self._copy(partial[0], own[0], min(copied, self.page_size))
+                num_copied = length % self.page_size + bool(prefix.drafter)
+                self._copy(partial[0], own[0], min(num_copied, self.page_size))
             self._write(self._free_rows[-1], 0, pages)
         except Exception:
             self.allocator.release(pages)
@@ -449,8 +454,7 @@ class KVCache:
 
     def _write(self, row: int, first: int, pages: Seq[int]) -> None:
         """Writes the slots of pages to a row, as its pages from number `first` on."""
-        slots = (np.array(pages, np.int64)[:, None] * self.page_size + self._in_page).ravel()
-        start = first * self.page_size
+        slots, start = self.slots_of(pages), first * self.page_size
         if self._host is not None:
             self._host[row, start : start + slots.shape[0]] = slots
         else:
@@ -466,8 +470,7 @@ class KVCache:
         """
         self.prefixes.drop(self.prefixes.digests_of(prefix))
         own = [page for page in pages if self.allocator.references(page) == 1]
-        slots = (np.array(own, np.int64)[:, None] * self.page_size + self._in_page).ravel()
-        self.pool.clear_slots(on_device(slots, self.pool.keys.device))
+        self.pool.clear_slots(on_device(self.slots_of(own), self.pool.keys.device))
 
     def _copy(self, source: int, target: int, rows: int) -> None:
         """Copies keys and values of the first rows of a page."""

@@ -22,7 +22,7 @@ from recserve.core.request import (
 )
 from recserve.core.sequence import Sequence
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.scheduler import GROUP_DELAY_S, Scheduler, expired, service_order
+from recserve.engine.scheduler import GROUP_DELAY_S, Scheduler, has_expired, service_order
 from recserve.speculation.completion import TextQuery
 
 ResultT = TypeVar("ResultT")
@@ -211,7 +211,7 @@ class RequestQueue:
         """Returns whether nobody waits for a request any more, and fails a late one."""
         if sequence.future.cancelled():
             return True
-        if late := expired(sequence.request):
+        if late := has_expired(sequence.request):
             self._fail(sequence, DeadlineExceeded("the deadline passed in the queue"))
         return late
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,6 +27,25 @@ class DeviceLost(RuntimeError):
     """The device of a model fails every call since an earlier error; only a new process helps."""
 
 
+@dataclass(frozen=True)
+class LayerInputs:
+    """What the layers of a network read besides keys and values.
+
+    Attributes:
+        x: [Tq, E] embedded rows.
+        rows: [R] rows whose states are read. None means all.
+        taps: Receives the states of `rows` between the layers of a decoder.
+        gate: Rows of mask tokens of a language model. None: there are none.
+        groups: [Tq] token groups of a ranker. None for other networks.
+    """
+
+    x: Tensor
+    rows: Tensor | None = None
+    taps: AuxHiddenStates | None = None
+    gate: MaskRows | None = None
+    groups: Tensor | None = None
+
+
 class ModelAdapter(Protocol):
     """What the runner needs of a network.
 
@@ -41,20 +61,9 @@ class ModelAdapter(Protocol):
         """
         ...
 
-    def layers(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        rows: Tensor | None,
-        taps: AuxHiddenStates | None,
-        gate: MaskRows | None,
-        groups: Tensor | None,
-    ) -> Tensor:
-        """Returns final hidden states [Tq, E] of embedded rows, or [R, E] of the given rows [R].
-
-        `taps` receives states between layers, where the network has a decoder. `groups` [Tq] are
-        the token groups of a ranker.
+    def layers(self, inputs: LayerInputs, positions: Tensor, attend: Attend) -> Tensor:
+        """Returns final hidden states [Tq, E] of rows at `positions` [Tq], or those [R, E] that
+        are read.
         """
         ...
 
@@ -77,19 +86,10 @@ class DecoderAdapter:
         x = self.model.embed(inputs.tokens)
         return x if gate is None else gate.embed(x)
 
-    def layers(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        rows: Tensor | None,
-        taps: AuxHiddenStates | None,
-        gate: MaskRows | None,
-        groups: Tensor | None,
-    ) -> Tensor:
-        """Returns [Tq, E], or [R, E] of the given rows."""
-        hidden: Tensor = self.model.decoder(x, positions, attend, rows, taps, gate)
-        return hidden
+    def layers(self, inputs: LayerInputs, positions: Tensor, attend: Attend) -> Tensor:
+        """Returns [Tq, E], or [R, E] of the rows that are read."""
+        x, rows, taps, gate = inputs.x, inputs.rows, inputs.taps, inputs.gate
+        return self.model.decoder(x, positions, attend, rows, taps, gate)  # type: ignore[no-any-return]
 
 
 class RankerAdapter:
@@ -110,19 +110,10 @@ class RankerAdapter:
         """Returns [Tq, E]."""
         return self.model.embed(inputs)
 
-    def layers(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        rows: Tensor | None,
-        taps: AuxHiddenStates | None,
-        gate: MaskRows | None,
-        groups: Tensor | None,
-    ) -> Tensor:
-        """Returns [Tq, E], or [R, E] of the given rows."""
-        assert groups is not None and taps is None and gate is None
-        return self.model(x, groups, attend, rows)  # type: ignore[no-any-return]
+    def layers(self, inputs: LayerInputs, positions: Tensor, attend: Attend) -> Tensor:
+        """Returns [Tq, E], or [R, E] of the rows that are read."""
+        assert inputs.taps is None and inputs.gate is None
+        return self.model(inputs.x, inputs.groups, attend, inputs.rows)  # type: ignore[no-any-return]
 
 
 class Runner:
@@ -163,41 +154,29 @@ class Runner:
         `taps` receives states between layers, for the same rows of all parts together. `masks`
         holds the mask tokens that the trees may have.
         """
-        inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merged(parts)
+        inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merge(parts)
         rows, gate = _rows_read(parts, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds
             gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
         x = self.adapter.embed(inputs, gate)
-        hidden = self.layers(batch, x, rows, taps, gate, inputs.groups)
+        hidden = self.layers(batch, LayerInputs(x, rows, taps, gate, inputs.groups))
         if len(parts) == 1:
             return [hidden]
         return list(torch.split(hidden, [_num_states(part) for part in parts]))
 
-    def layers(
-        self,
-        batch: TreeBatch,
-        x: Tensor,
-        rows: Tensor | None = None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
-        groups: Tensor | None = None,
-    ) -> Tensor:
+    def layers(self, batch: TreeBatch, inputs: LayerInputs) -> Tensor:
         """Runs all layers: the forward pass of prefills, searches and texts, captured or launched.
 
         Args:
             batch: Trees, and where their keys and values lie.
-            x: [Tq, E] embedded inputs of the computed nodes.
-            rows: [R] computed nodes whose states to return. None means all.
-            taps: Receives the states of `rows` between layers.
-            gate: Rows of mask tokens.
-            groups: [Tq] token groups of a ranker.
+            inputs: The embedded nodes that are computed now.
 
         Returns:
-            [Tq, E] final hidden states, or [R, E].
+            [Tq, E] final hidden states, or [R, E] of the rows that are read.
         """
         attend = PagedAttention(batch, self.pool, self.adapter.activation, self.attention)
-        return self.adapter.layers(x, batch.positions(), attend, rows, taps, gate, groups)
+        return self.adapter.layers(inputs, batch.positions(), attend)
 
 
 def _num_states(part: TreeBatch) -> int:

@@ -339,7 +339,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
                 self.fail(sequence.future, result)
                 continue
             sequence.timing.total_ms = (time.monotonic() - sequence.submitted_s) * 1e3
-            if expired(sequence.request):
+            if has_expired(sequence.request):
                 late = DeadlineExceeded("the deadline passed while the request ran")
                 self.fail(sequence.future, late)
                 continue
@@ -415,6 +415,6 @@ def service_order(sequence: Sequence) -> tuple[int, float]:
     return 0, submitted_s
 
 
-def expired(request: Request | TextQuery) -> bool:
+def has_expired(request: Request | TextQuery) -> bool:
     """Returns whether the request's deadline has passed."""
     return request.deadline_s is not None and time.monotonic() > request.deadline_s

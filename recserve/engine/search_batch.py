@@ -120,14 +120,14 @@ def zero_nonfinite(
     nonfinite, owners, slots = nonfinite_flags(states), batch.tree.tree_ids(), batch.slots
     if batch.queries is not None:
         owners, slots = owners[batch.queries], slots[batch.queries]
-    found = torch.isnan(nonfinite)
-    for owner in owners[found].tolist():
+    flags = torch.isnan(nonfinite)
+    for owner in owners[flags].tolist():
         sequences[owner].nonfinite = True
-    pool.clear_slots(slots[found])
+    pool.clear_slots(slots[flags])
     return without_nonfinite(states, nonfinite)
 
 
-def checked(result: Result | Continuation | NotFinite) -> Result | Continuation | NotFinite:
+def check_result(result: Result | Continuation | NotFinite) -> Result | Continuation | NotFinite:
     """Returns the result, or NotFinite if one of its scores is not finite.
 
     The scores are on the host already, so the check does not wait for a device.

@@ -123,7 +123,7 @@ class TextGroups:
 
     def __init__(self, device: torch.device, together: bool) -> None:
         self.device, self.together = device, together
-        self._stepped: list[TextSequence] = []
+        self._last_texts: list[TextSequence] = []
         # Groups with empty drafts, reused while the same texts step.
         self._bare: list[TextGroup] = []
 
@@ -131,8 +131,8 @@ class TextGroups:
         self, sequences: Seq[TextSequence], drafts: dict[TextSequence, TextDraft]
     ) -> list[TextGroup]:
         """Returns the groups of texts that step. `drafts` has a draft for each of them."""
-        if self._stepped != sequences:
-            self._bare, self._stepped = self._parted(sequences), list(sequences)
+        if self._last_texts != sequences:
+            self._bare, self._last_texts = self._split(sequences), list(sequences)
         groups = []
         for bare in self._bare:
             own = [drafts[sequence] for sequence in bare.sequences]
@@ -145,7 +145,7 @@ class TextGroups:
             groups.append(replace(bare, drafts=own, sizes=sizes, depth=depth, forks=forks))
         return groups
 
-    def _parted(self, sequences: Seq[TextSequence]) -> list[TextGroup]:
+    def _split(self, sequences: Seq[TextSequence]) -> list[TextGroup]:
         greedy, requests = self._rule_of_greedy(sequences), [s.request for s in sequences]
         rules = [greedy if r.params.greedy else r.speculation.verifier for r in requests]
         mixes = self.together and len(MIXABLE.intersection(rules)) > 1

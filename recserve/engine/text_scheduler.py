@@ -150,7 +150,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._ids, self.graphs = count(), graphs
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
-        self._grouping = TextGroups(runner.pool.keys.device, together=graphs is not None)
+        self._text_groups = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @cached_property
     def token_counts(self) -> TokenCounts:
@@ -303,7 +303,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if sequence.drafter.reads_states:
                 sequence.states = own.read_by(sequence.drafter, slice(None))
             sequence.nonfinite = not last_hidden.is_cuda and not all_finite(last_hidden)
-            sequence.computed(sequence.num_computed + chunk.size, last_hidden)
+            sequence.mark_computed(sequence.num_computed + chunk.size, last_hidden)
         self._end(self._proposer.read([chunk.sequence for chunk in chunks]))
         for sequence in [chunk.sequence for chunk in chunks if chunk.sequence.pages]:
             self._insert_prefix(sequence)
@@ -393,15 +393,15 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if parts:
             rows = {part.sequence: part.size for part in parts}
             stepping = [s for s in self.running if s.missing == rows.get(s, 0)]
-        drafts, refused = self._proposer.propose(stepping, sum(part.size for part in parts))
-        if refused:
+        drafts, refusals = self._proposer.propose(stepping, sum(part.size for part in parts))
+        if refusals:
             stepping = [s for s in stepping if s in drafts]
-            self._end(refused)
+            self._end(refusals)
         for sequence in self._proposer.called:
             needed = sequence.length + drafts[sequence].num_nodes
             if not self._grow(sequence, needed):
                 drafts[sequence] = empty_draft()
-        return self._grouping.of(stepping, drafts)
+        return self._text_groups.of(stepping, drafts)
 
     def _commit(self, group: TextGroup, outputs: StepOutputs) -> None:
         """Appends the accepted tokens, passes outcomes to the drafters, and ends finished texts.
@@ -436,7 +436,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             used, ended = min(len(path) - 1, len(added)), sequence.finish_reason is not None
             state = hidden[path[used]] if ended or last_hidden is None else last_hidden[number]
             ranked = None if verified.ranked is None else verified.ranked[number]
-            sequence.computed(before + used, state, ranked)
+            sequence.mark_computed(before + used, state, ranked)
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
             if draft.num_nodes:
@@ -478,14 +478,14 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         sequence.waits = computed_by_another(sequence, before, self.kv.page_size)
         if sequence.waits:
             return False
-        placed = self.kv.place(sequence, sequence.prefix(sequence.length - 1), 1, separate=False)
-        if placed is None:
+        placement = self.kv.place(sequence, sequence.prefix(sequence.length - 1), 1, separate=False)
+        if placement is None:
             return False
         sequence.capacity = len(sequence.pages) * self.kv.page_size
         sequence.context.table, sequence.context.row = self.kv.slots, sequence.row
         if sequence.request.params.counts_tokens:
             self.token_counts.start(sequence.row, sequence.context)
-        sequence.restore(*placed)
+        sequence.restore(*placement)
         if not sequence.timing.forwards:
             sequence.timing.prefix_cached = sequence.num_computed
             sequence.timing.prefix_computed = sequence.missing

@@ -90,7 +90,7 @@ class TextSequence(Sequence):
         if cached is not None and cached.drafter_states is not None:
             # The drafter's entries of the cached rows reach to the state before the last one.
             self.states, self.num_read = cached.drafter_states[None], length - 1
-        self.computed(length, None if cached is None else cached.last_hidden)
+        self.mark_computed(length, None if cached is None else cached.last_hidden)
 
     def to_cache(self) -> CachedPrefix:
         """Returns what to cache with the computed tokens, in memory of its own."""
@@ -98,7 +98,7 @@ class TextSequence(Sequence):
         read = None if self.states is None else self.states[-1].clone()
         return CachedPrefix(self.last_hidden.clone(), drafter_states=read)
 
-    def computed(
+    def mark_computed(
         self, length: int, last_hidden: Tensor | None, ranked: NDArray[np.int64] | None = None
     ) -> None:
         """Marks tokens as computed and passes the last state to drafters if the text is ready.
@@ -117,7 +117,7 @@ class TextSequence(Sequence):
         """Forgets what was computed. The committed tokens stay."""
         self.num_computed = 0
 
-    def unread(self, end: int) -> StateSpan | None:
+    def take_unread(self, end: int) -> StateSpan | None:
         """Returns the states of positions before `end` that the drafter has not received.
 
         They count as received from now on.

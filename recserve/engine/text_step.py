@@ -116,7 +116,7 @@ class StepOutputs:
     """The results of a step for B texts, on the device.
 
     Attributes:
-        found: [B, 2 D + 5 + K W] int64: the paths as `pack_paths` returns them, then K W tokens
+        results: [B, 2 D + 5 + K W] int64: the paths as `pack_paths` returns them, then K W tokens
             that K heads rank for the next draft. One copy brings them to the host.
         depth: D, most levels below a node 0.
         logits: [T, V] raw logits of all nodes.
@@ -126,7 +126,7 @@ class StepOutputs:
             steps again. None if only `states` has it.
     """
 
-    found: Tensor
+    results: Tensor
     depth: int
     logits: Tensor
     states: StepStates
@@ -137,12 +137,12 @@ class StepOutputs:
     def accepted(self) -> Accepted:
         """The accepted nodes."""
         nodes = self.depth + 1
-        return Accepted(self.found[:, :nodes], self.found[:, nodes], self.found[:, nodes + 1])
+        return Accepted(self.results[:, :nodes], self.results[:, nodes], self.results[:, nodes + 1])
 
     @property
     def tokens(self) -> Tensor:
         """[B, D + 1] tokens of the accepted nodes. Values after the last have no meaning."""
-        return self.found[:, self.depth + 3 : 2 * self.depth + 4]
+        return self.results[:, self.depth + 3 : 2 * self.depth + 4]
 
     def paths(self) -> VerifiedPaths:
         """Copies the results to the host and returns the accepted paths.
@@ -150,22 +150,22 @@ class StepOutputs:
         This is the only read of the device in a step, because the accepted tokens decide the next
         step.
         """
-        found, ranked, nodes = self.found.cpu(), None, self.depth + 1
+        rows, ranked, nodes = self.results.cpu(), None, self.depth + 1
         flag_at = 2 * nodes + 2
         if self.num_heads:
-            own = found[:, flag_at + 1 :].numpy().copy()
-            ranked = own.reshape(len(found), self.num_heads, -1)
-            found = found[:, : flag_at + 1]
+            own = rows[:, flag_at + 1 :].numpy().copy()
+            ranked = own.reshape(len(rows), self.num_heads, -1)
+            rows = rows[:, : flag_at + 1]
         first_token = nodes + 3  # the token of node 0 was committed before
         paths, tokens, nonfinite = [], [], []
-        for number, row in enumerate(found.tolist()):
+        for number, row in enumerate(rows.tolist()):
             if row[flag_at]:
                 nonfinite.append(number)
             length, bonus = row[nodes : nodes + 2]
             paths.append(row[: length + 1])
-            written = row[first_token : first_token + length]
-            written.append(bonus)
-            tokens.append(written)
+            text = row[first_token : first_token + length]
+            text.append(bonus)
+            tokens.append(text)
         return VerifiedPaths(paths, tokens, ranked, frozenset(nonfinite))
 
 
@@ -225,7 +225,7 @@ def text_step(
     tree, depth, table, past = inputs.tree, inputs.depth, inputs.table, inputs.past
     logits, accepted = model.logits(states.final), None
     if inputs.lengths is None:
-        found = acceptance.greedy_paths(logits, tree, depth)
+        results = acceptance.greedy_paths(logits, tree, depth)
     else:
         fixed, alone = inputs.fixed_shapes, past is None and (table.greedy or not table.truncates)
         scored = ScoredTrees(
@@ -244,15 +244,15 @@ def text_step(
         )
         accepted = verify(inputs.rule, scored)
         walk = Walk(accepted.nodes, accepted.lengths, accepted.bonus)
-        found = acceptance.pack_paths(walk, tree, logits)
-    outputs = StepOutputs(found, depth, logits, states)
+        results = acceptance.pack_paths(walk, tree, logits)
+    outputs = StepOutputs(results, depth, logits, states)
     if inputs.forks:
         move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
     if inputs.counts is not None and inputs.rows is not None:
-        taken = accepted or outputs.accepted
-        bonus = taken.bonus[:, None]
+        paths = accepted or outputs.accepted
+        bonus = paths.bonus[:, None]
         tokens = torch.cat([outputs.tokens[:, 1:], bonus], 1)
-        inputs.counts.add(inputs.rows, tokens, torch.cat([taken.nodes[:, 1:], bonus], 1) >= 0)
+        inputs.counts.add(inputs.rows, tokens, torch.cat([paths.nodes[:, 1:], bonus], 1) >= 0)
     return outputs
 
 

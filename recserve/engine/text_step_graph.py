@@ -39,7 +39,7 @@ from recserve.engine.capture import (
     is_cuda,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import Runner
+from recserve.engine.runner import LayerInputs, Runner
 from recserve.engine.text_groups import TextGroup
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
@@ -201,7 +201,7 @@ class _StepColumns(Generic[Array]):
     """Views of one int64 buffer. B counts the text that pads the buffer.
 
     Attributes:
-        trees: [5, T] columns of the packed trees (trees.py).
+        trees: [5, T] columns of the packed trees (text_trees.py).
         offsets: [B + 1] first node of each tree.
         rows, lengths, numbers, rules: [B] row of the slot table, committed tokens, output tokens
             and acceptance rule of each text.
@@ -270,8 +270,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
         self._columns = self._split(self._block)
         self._host_columns = self._split(self._host.numpy())
-        self._table = self._sampling([], device)
-        self._loaded: Seq[TextSequence] = ()
+        self._table = self._make_table([], device)
+        self._texts: Seq[TextSequence] = ()
         self._host_columns.lengths[:] = 1
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
@@ -279,12 +279,12 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         """Writes a group that fits to the step's buffers."""
         contexts, columns = group.contexts, self._host_columns
         count = len(contexts)
-        if self._loaded is not group.sequences:
+        if self._texts is not group.sequences:
             columns.rows[count:], columns.lengths[count:] = 0, 1
-            self._table.copy_(self._sampling([c.params for c in contexts], "cpu"))
+            self._table.copy_(self._make_table([c.params for c in contexts], "cpu"))
             if self.rule == MIXED:
                 columns.rules[:count] = numbers_of(group.rules)
-            self._loaded = group.sequences
+            self._texts = group.sequences
         columns.rows[:count] = [context.row for context in contexts]
         columns.lengths[:count] = [len(context.tokens) for context in contexts]
         # Only min_tokens and bad_words read these columns.
@@ -293,9 +293,9 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         if group.table.bad_words is not None:
             width = columns.last_tokens.shape[1]
             columns.last_tokens[:count] = [last_committed(context, width) for context in contexts]
-        last, texts = [context.tokens[-1] for context in contexts], self.shape.sequences + 1
-        packed = pack_trees(last, group.drafts, group.sizes, self.shape.nodes, texts)
-        self._fill(packed, group.drafts)
+        nodes, texts = self.shape.nodes, self.shape.sequences + 1
+        trees = pack_trees(group.last_tokens, group.drafts, group.sizes, nodes, texts)
+        self._fill(trees, group.drafts)
 
     def __call__(self) -> StepOutputs:
         """Runs the step on the loaded group.
@@ -324,7 +324,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
         x = self.runner.adapter.embed(NodeInputs(tree.tokens), gate)
-        hidden = self.runner.layers(batch, x, None, taps, gate)
+        hidden = self.runner.layers(batch, LayerInputs(x, taps=taps, gate=gate))
         past = None
         if self.capacity is not None:
             seen, written = self.counts.both[:, columns.rows]
@@ -350,7 +350,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
         self.last_hidden.index_copy_(0, columns.rows, ends)
-        outputs = replace(outputs, found=outputs.found[:texts])
+        outputs = replace(outputs, results=outputs.results[:texts])
         if self.heads is None:
             return outputs
         ranked = self.heads.ranked(
@@ -360,18 +360,18 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             table.seeds[:texts],
             self.heads.num_ranks,
         )
-        found = torch.cat([outputs.found, ranked.transpose(0, 1).flatten(1)], dim=1)
-        return replace(outputs, found=found, num_heads=self.heads.num_heads)
+        results = torch.cat([outputs.results, ranked.transpose(0, 1).flatten(1)], dim=1)
+        return replace(outputs, results=results, num_heads=self.heads.num_heads)
 
-    def _fill(self, packed: PackedTrees, drafts: Seq[TextDraft]) -> None:
+    def _fill(self, trees: PackedTrees, drafts: Seq[TextDraft]) -> None:
         """Uploads all columns in one copy, and adds the parts of drafts that are on the device."""
-        self._host_columns.trees[:] = packed.columns
-        self._host_columns.offsets[:] = packed.offsets
+        self._host_columns.trees[:] = trees.columns
+        self._host_columns.offsets[:] = trees.offsets
         if self.draft_values is not None:
             self._host_columns.drawn[:] = drawn_rows(drafts, self.shape.nodes)
             put_probs(drafts, self.draft_values)
         self._block.copy_(self._host, non_blocking=True)
-        packed.complete(self._columns.trees)
+        trees.complete(self._columns.trees)
 
     def _split(self, block: Array) -> _StepColumns[Array]:
         """Returns the columns as views of a buffer."""
@@ -391,7 +391,9 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             last_tokens=parts[7].reshape(texts, -1),
         )
 
-    def _sampling(self, params: list[SamplingParams], device: torch.device | str) -> SamplingTable:
+    def _make_table(
+        self, params: list[SamplingParams], device: torch.device | str
+    ) -> SamplingTable:
         """Returns a sampling table whose columns have the same shapes for all parameters."""
         missing = self.shape.sequences + 1 - len(params)
         table = sampling_table([*params, *[FILLER] * missing], device, self.capacity)
@@ -436,8 +438,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         self.token_counts = TokenCounts(rows, vocabulary, weight.device)
         self._last_hidden = weight.new_zeros(rows, weight.shape[1])
         self._last = self._last_hidden.unbind()  # a view of each row, made once
-        found = {name: drafter.ranked_heads for name, drafter in drafters.items()}
-        self._heads = {name: heads for name, heads in found.items() if heads is not None}
+        heads = {name: drafter.ranked_heads for name, drafter in drafters.items()}
+        self._heads = {name: own for name, own in heads.items() if own is not None}
         self._names = {id(drafters[name]): name for name in self._heads}
         self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
         self._readers = tuple(d for d in drafters.values() if d.reads_states)
@@ -446,12 +448,12 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
         buckets = self._buckets(limits.shapes)
-        made = self.capture(buckets, self._built, lambda bucket: bucket.bytes(vocabulary)) or []
-        made.sort(key=lambda graph: (graph.shape.nodes, graph.shape.sequences))
+        graphs = self.capture(buckets, self._build, lambda bucket: bucket.bytes(vocabulary)) or []
+        graphs.sort(key=lambda graph: (graph.shape.nodes, graph.shape.sequences))
         self._by_kind: dict[StepKind, list[TextStepGraph]] = {b.kind: [] for b in buckets}
-        for graph in made:
+        for graph in graphs:
             self._by_kind[graph.bucket.kind].append(graph)
-        self.use([graph for graphs in self._by_kind.values() for graph in graphs], buckets)
+        self.use([graph for own in self._by_kind.values() for graph in own], buckets)
 
     def _buckets(self, shapes: Seq[StepShape]) -> list[StepBucket]:
         """Returns all buckets in the order of capture.
@@ -475,7 +477,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         own = StepKind(True, rule=MIXED)
         return sampled + rejected + [StepBucket(shape, own) for shape in shapes if shape.depth]
 
-    def _built(self, bucket: StepBucket) -> TextStepGraph:
+    def _build(self, bucket: StepBucket) -> TextStepGraph:
         """Builds the step of a bucket."""
         kind = bucket.kind
         drawn = self._draws and kind.rule != SAMPLE
@@ -488,12 +490,12 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             bucket,
             capacity=self.capacity if kind.everything else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],
-            draft_values=self._place_for_probs(bucket.shape) if drawn else None,
+            draft_values=self._probs_buffer(bucket.shape) if drawn else None,
             readers=self._readers,
             masks=self._masks if bucket.shape.depth else None,
         )
 
-    def _place_for_probs(self, shape: StepShape) -> Tensor:
+    def _probs_buffer(self, shape: StepShape) -> Tensor:
         """Returns [shape.drafted, V] float32 of a buffer that all steps share, since one runs at
         a time.
         """
@@ -513,19 +515,19 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         Returns:
             The results, which the next replay overwrites. None if no graph can run the step.
         """
-        found: TextStepGraph | StepResult = "prompt"
+        graph: TextStepGraph | StepResult = "prompt"
         if not with_prompts:
             own = any(group.rule != MIXED and group.rule not in MIXABLE for group in groups)
-            found = "rule" if own else self._fitting(*groups)
-        if isinstance(found, TextStepGraph):
-            found.load(groups[0])
+            graph = "rule" if own else self._choose_graph(*groups)
+        if isinstance(graph, TextStepGraph):
+            graph.load(groups[0])
             self.counts["replayed"] += 1
             last = [self._last[text.row] for text in groups[0].sequences]
-            return replace(found.replay(), last_hidden=last)
-        self.counts[found] += 1
+            return replace(graph.replay(), last_hidden=last)
+        self.counts[graph] += 1
         return None
 
-    def _fitting(self, group: TextGroup) -> TextStepGraph | StepResult:
+    def _choose_graph(self, group: TextGroup) -> TextStepGraph | StepResult:
         """Returns the smallest graph that holds a group, of the first kind that has one, or the
         reason why there is none.
         """
@@ -581,7 +583,7 @@ def cuda_steps(
     runner: Runner,
     kv: KVCache,
     model: LanguageModel,
-    wanted: bool | None,
+    enabled: bool | None,
     limits: TextStepLimits,
     drafters: Mapping[str, Drafter],
 ) -> TextStepGraphs | None:
@@ -591,7 +593,7 @@ def cuda_steps(
         runner: The runner of the model.
         kv: The cache of the model.
         model: The language model.
-        wanted: False disables graphs. None enables them on a CUDA device.
+        enabled: False disables graphs. None enables them on a CUDA device.
         limits: What is captured.
         drafters: Drafters by name.
 
@@ -599,11 +601,11 @@ def cuda_steps(
         None if graphs are disabled or the device is not CUDA.
 
     Raises:
-        ValueError: If `wanted` is True and the model is not on a CUDA device.
+        ValueError: If `enabled` is True and the model is not on a CUDA device.
     """
     device = runner.pool.keys.device
-    if is_cuda(device) and wanted is not False:
+    if is_cuda(device) and enabled is not False:
         return TextStepGraphs(runner, kv, model, limits, CudaRecorder(), drafters)
-    if wanted:
+    if enabled:
         raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None

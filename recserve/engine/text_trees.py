@@ -29,7 +29,7 @@ class PackedTrees:
         columns: [5, T] tokens, parents, depths, ends and kinds.
         offsets: [B + 1] first node of each tree.
         late: Columns of drafts made on the device, each with its row and its place in that row.
-        drafted: Number of nodes without the padding.
+        num_real: Number of nodes without the padding.
         depth: Most levels below a node 0, without the padding.
         shaped: Whether depths and ends are known. If not, they follow from late parents.
     """
@@ -37,7 +37,7 @@ class PackedTrees:
     columns: NDArray[np.int64]
     offsets: NDArray[np.int64]
     late: list[tuple[Tensor, int, slice]]
-    drafted: int
+    num_real: int
     depth: int
     shaped: bool
 
@@ -46,7 +46,7 @@ class PackedTrees:
         for column, row, place in self.late:
             columns[row, place] = column
         if not self.shaped:
-            own = columns[:, : self.drafted]
+            own = columns[:, : self.num_real]
             own[DEPTHS], own[ENDS] = _shape(own[PARENTS], self.depth)
 
 
@@ -65,24 +65,24 @@ class TreePacker:
         tokens.
         """
         if all(d.depth == d.num_nodes and d.kinds is None and d.tokens.is_cpu for d in drafts):
-            return self._of_chains(last, drafts)
-        return self._packed(last, drafts)
+            return self._pack_chains(last, drafts)
+        return self._pack(last, drafts)
 
-    def _packed(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
-        packed = pack_trees(last, drafts, tuple(map(len, drafts)))
-        columns = on_device(packed.columns, self.device)
-        packed.complete(columns)
+    def _pack(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+        trees = pack_trees(last, drafts, tuple(map(len, drafts)))
+        columns = on_device(trees.columns, self.device)
+        trees.complete(columns)
         named = any(draft.kinds is not None for draft in drafts)
         return TokenTree(
             tokens=columns[TOKENS],
             parents=columns[PARENTS],
             depths=columns[DEPTHS],
             ends=columns[ENDS],
-            offsets=on_device(packed.offsets.copy(), self.device),
+            offsets=on_device(trees.offsets.copy(), self.device),
             kinds=columns[KINDS] if named else None,
         )
 
-    def _of_chains(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
+    def _pack_chains(self, last: Seq[int], drafts: Seq[TextDraft]) -> TokenTree:
         tokens: list[int] = []
         for first, draft in zip(last, drafts, strict=True):
             tokens.append(first)
@@ -93,9 +93,9 @@ class TreePacker:
         if alike is None:
             if len(self._chains) == MAX_CHAIN_SHAPES:
                 self._chains.clear()
-            alike = self._chains[sizes] = self._packed(last, drafts)
-        placed = torch.tensor(tokens) if self._on_cpu else on_device(tokens, self.device)
-        return replace(alike, tokens=placed, kinds=None)
+            alike = self._chains[sizes] = self._pack(last, drafts)
+        column = torch.tensor(tokens) if self._on_cpu else on_device(tokens, self.device)
+        return replace(alike, tokens=column, kinds=None)
 
 
 def pack_trees(
@@ -133,7 +133,7 @@ def pack_trees(
             columns=columns,
             offsets=chains.offsets,
             late=[],
-            drafted=chains.drafted,
+            num_real=chains.num_real,
             depth=0,
             shaped=True,
         )
@@ -145,13 +145,13 @@ def pack_trees(
     late_forks = _put(columns, PARENTS, forks, sizes) if forks else []
     depth = max([draft.depth for _, draft in some], default=0)
     if forks and not late_forks:
-        own = columns[:, : chains.drafted]
+        own = columns[:, : chains.num_real]
         own[DEPTHS : ENDS + 1] = _cached_shape(own[PARENTS].tobytes(), depth)
     return PackedTrees(
         columns=columns,
         offsets=chains.offsets,
         late=late + late_forks,
-        drafted=chains.drafted,
+        num_real=chains.num_real,
         depth=depth,
         shaped=not late_forks,
     )
@@ -235,20 +235,20 @@ class _Chains:
         columns: [5, T] as in PackedTrees, with tokens 0.
         offsets: [B + 1] first node of each tree.
         first: Node 0 of the trees that are not padding.
-        drafted: Number of nodes of these trees.
+        num_real: Number of nodes of these trees.
     """
 
     columns: NDArray[np.int64]
     offsets: NDArray[np.int64]
     first: NDArray[np.int64]
-    drafted: int
+    num_real: int
 
 
 @lru_cache(maxsize=256)
-def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains:
-    """Returns chains with `drafted` nodes below node 0, padded as by `pack_trees`."""
-    sizes = np.ones(max(num_trees, len(drafted)), np.int64)
-    sizes[: len(drafted)] += np.array(drafted, np.int64)
+def _chains(drafts: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains:
+    """Returns chains with `drafts` nodes below node 0, padded as by `pack_trees`."""
+    sizes = np.ones(max(num_trees, len(drafts)), np.int64)
+    sizes[: len(drafts)] += np.array(drafts, np.int64)
     if num_nodes:
         sizes[-1] = num_nodes - sizes[:-1].sum()
     offsets = np.zeros(sizes.shape[0] + 1, np.int64)
@@ -258,9 +258,9 @@ def _chains(drafted: tuple[int, ...], num_nodes: int, num_trees: int) -> _Chains
     columns[DEPTHS] = index - offsets[:-1].repeat(sizes)
     columns[PARENTS] = np.where(columns[DEPTHS] > 0, index - 1, -1)
     columns[ENDS] = stops.repeat(sizes)
-    stop = int(offsets[len(drafted)])
+    stop = int(offsets[len(drafts)])
     columns[KINDS, :stop], columns[KINDS, stop:] = CANDIDATE, AUXILIARY
-    return _Chains(columns, offsets, offsets[: len(drafted)], stop)
+    return _Chains(columns, offsets, offsets[: len(drafts)], stop)
 
 
 @lru_cache(maxsize=256)

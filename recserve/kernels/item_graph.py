@@ -165,7 +165,7 @@ def keys_of(scores: Tensor, rows: Tensor) -> Tensor:
         scores: float32, no NaN.
         rows: 0 .. 2**32 - 1, broadcast against scores.
     """
-    keys = _ordered(scores.contiguous().view(torch.int32)).long()
+    keys = _flip_order(scores.contiguous().view(torch.int32)).long()
     # In place, because the catalogue's keys are the largest tensor of a request.
     keys.bitwise_left_shift_(ROW_BITS).bitwise_or_(LAST_ROW - rows)
     return keys
@@ -179,7 +179,7 @@ def rows_of(keys: Tensor) -> Tensor:
 
 def scores_of(keys: Tensor) -> Tensor:
     """Returns the float32 score of each rank key; undefined for NOTHING."""
-    return _ordered((keys >> ROW_BITS).to(torch.int32)).view(torch.float32)
+    return _flip_order((keys >> ROW_BITS).to(torch.int32)).view(torch.float32)
 
 
 def score_rows(log_probs: Tensor, item_tokens: Tensor, owners: Tensor, rows: Tensor) -> Tensor:
@@ -220,11 +220,11 @@ def best_of_all(log_probs: Tensor, item_tokens: Tensor, usable: Tensor | None, k
         keys = keys_of(scores, rows)
         if usable is not None:
             keys.masked_fill_(~usable[:, start : start + CHUNK], NOTHING)
-        found = keys.topk(min(k, keys.shape[1]), dim=1).values
-        best = torch.cat([best, found], dim=1).topk(k, dim=1).values
+        nearest = keys.topk(min(k, keys.shape[1]), dim=1).values
+        best = torch.cat([best, nearest], dim=1).topk(k, dim=1).values
     return best
 
 
-def _ordered(bits: Tensor) -> Tensor:
+def _flip_order(bits: Tensor) -> Tensor:
     """Maps int32 bits of a float to an int32 of the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -90,12 +90,12 @@ class TokenTree:
 
     def to(self, device: torch.device | str) -> TokenTree:
         """Returns the same tree on another device."""
-        moved = {
+        columns = {
             name: value.to(device, non_blocking=not value.is_cuda)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **columns)
 
 
 def chain(tokens: Tensor) -> TokenTree:
@@ -186,7 +186,7 @@ def merge(trees: list[TokenTree]) -> TokenTree:
     for tree in trees:
         shifts.append(shifts[-1] + tree.num_nodes)
 
-    def packed(name: str, neutral: int, per_tree: bool = False) -> Tensor | None:
+    def pack(name: str, neutral: int, per_tree: bool = False) -> Tensor | None:
         if all(getattr(tree, name) is None for tree in trees):
             return None
         columns = []
@@ -196,14 +196,14 @@ def merge(trees: list[TokenTree]) -> TokenTree:
             columns.append(tree.tokens.new_full((size,), neutral) if column is None else column)
         return torch.cat(columns)
 
-    shifted = list(zip(trees, shifts, strict=False))
+    pairs = list(zip(trees, shifts, strict=False))
     return TokenTree(
         torch.cat([t.tokens for t in trees]),
-        torch.cat([torch.where(t.parents >= 0, t.parents + s, -1) for t, s in shifted]),
+        torch.cat([torch.where(t.parents >= 0, t.parents + s, -1) for t, s in pairs]),
         torch.cat([t.depths for t in trees]),
-        torch.cat([t.ends + s for t, s in shifted]),
-        torch.cat([trees[0].offsets[:1], *(t.offsets[1:] + s for t, s in shifted)]),
-        packed("kinds", CANDIDATE),
-        packed("prefix_limits", torch.iinfo(torch.int64).max),
-        packed("shared", 0, per_tree=True),
+        torch.cat([t.ends + s for t, s in pairs]),
+        torch.cat([trees[0].offsets[:1], *(t.offsets[1:] + s for t, s in pairs)]),
+        pack("kinds", CANDIDATE),
+        pack("prefix_limits", torch.iinfo(torch.int64).max),
+        pack("shared", 0, per_tree=True),
     )

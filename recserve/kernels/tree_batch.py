@@ -33,17 +33,17 @@ class Prefixes:
         """Takes the first place and the number of tokens of each prefix."""
         self.slots, self.count, self.longest = slots, len(lengths), max(lengths)
         self.places: tuple[Seq[int], Seq[int]] | None = (starts, lengths)
-        self._columns: Tensor | None = None
+        self._columns: tuple[Tensor, ...] | None = None
 
     @staticmethod
     def on_device(slots: Tensor, starts: Tensor, lengths: Tensor, longest: int) -> Prefixes:
-        """Returns prefixes whose places [B] only the device knows. None has more than `longest`
-        tokens.
+        """Returns prefixes whose places [B], contiguous, only the device knows. None has more than
+        `longest` tokens.
         """
-        found = Prefixes(slots, (), (longest,))
-        found.count, found.places = starts.shape[0], None
-        found._columns = torch.stack([starts, lengths])
-        return found
+        prefixes = Prefixes(slots, (), (longest,))
+        prefixes.count, prefixes.places = starts.shape[0], None
+        prefixes._columns = starts, lengths
+        return prefixes
 
     @staticmethod
     def of(parts: Seq[Tensor]) -> Prefixes:
@@ -55,7 +55,7 @@ class Prefixes:
         )
 
     @staticmethod
-    def merged(parts: Seq[Prefixes]) -> Prefixes:
+    def merge(parts: Seq[Prefixes]) -> Prefixes:
         """Returns the prefixes of all parts in order."""
         if any(part.slots is not parts[0].slots for part in parts):
             return Prefixes.of([slots for part in parts for slots in part])
@@ -66,16 +66,16 @@ class Prefixes:
     @property
     def starts(self) -> Tensor:
         """[B] int64 first place of each prefix, on the device."""
-        return self._both()[0]
+        return self._device_places()[0]
 
     @property
     def lengths(self) -> Tensor:
         """[B] int64 tokens of each prefix, on the device."""
-        return self._both()[1]
+        return self._device_places()[1]
 
-    def _both(self) -> Tensor:
+    def _device_places(self) -> tuple[Tensor, ...]:
         if self._columns is None:
-            self._columns = on_device(self.on_host(), self.slots.device)
+            self._columns = on_device(self.on_host(), self.slots.device).unbind()
         return self._columns
 
     def on_host(self) -> tuple[Seq[int], Seq[int]]:
@@ -93,11 +93,11 @@ class Prefixes:
     def last(self, count: int) -> Prefixes:
         """Returns the last `count` tokens of each prefix, or all tokens of a shorter one."""
         starts, lengths = self.on_host()
-        kept = [min(n, count) for n in lengths]
-        moved = [s + n - k for s, n, k in zip(starts, lengths, kept, strict=True)]
-        return Prefixes(self.slots, moved, kept)
+        counts = [min(n, count) for n in lengths]
+        firsts = [s + n - k for s, n, k in zip(starts, lengths, counts, strict=True)]
+        return Prefixes(self.slots, firsts, counts)
 
-    def reversed(self) -> Prefixes:
+    def reverse(self) -> Prefixes:
         """Returns a copy with the tokens of each prefix in reverse order."""
         size, device = max(self.longest, 1), self.slots.device
         places = (self.starts + self.lengths - 1)[:, None] - torch.arange(size, device=device)
@@ -147,7 +147,7 @@ class TreeBatch:
     fixed_shapes: bool = False
 
     @staticmethod
-    def merged(parts: Seq[TreeBatch]) -> TreeBatch:
+    def merge(parts: Seq[TreeBatch]) -> TreeBatch:
         """Returns batches as one, whose states are all read. They have no inputs afterwards."""
         if len(parts) == 1:
             return parts[0]
@@ -163,7 +163,7 @@ class TreeBatch:
             merge([part.tree for part in parts]),
             torch.cat(queries),
             torch.cat([part.slots for part in parts]),
-            Prefixes.merged([part.prefixes for part in parts]),
+            Prefixes.merge([part.prefixes for part in parts]),
             sum(counts, []) if len(counts) == len(parts) else None,
         )
 

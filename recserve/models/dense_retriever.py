@@ -164,7 +164,7 @@ def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetr
         raise ValueError(
             f"{folder} was made for hidden size {config.hidden_size}; this recommender has {wanted}"
         )
-    check_shapes(lambda: DenseRetriever(config), weights, folder / "model.safetensors")
+    check_shapes(DenseRetriever, config, weights, folder / "model.safetensors")
     retriever = DenseRetriever(config)
     try:
         retriever.load_state_dict(weights)

@@ -334,7 +334,7 @@ def load_ranker(
     try:
         config = RankerConfig(**read_json_object(folder / CONFIG_FILE))
         weights = load_file(regular_file(folder / WEIGHTS_FILE))
-        check_shapes(lambda: Ranker(config), weights, folder / WEIGHTS_FILE)
+        check_shapes(Ranker, config, weights, folder / WEIGHTS_FILE)
         model = Ranker(config)
         model.load_state_dict(weights)
     except (OSError, TypeError, ValueError, SafetensorError, RuntimeError) as error:

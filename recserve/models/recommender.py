@@ -343,7 +343,7 @@ def load_recommender(
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     check_finite(weights, path)
-    check_shapes(lambda: Recommender(config), weights, path)
+    check_shapes(Recommender, config, weights, path)
     model = Recommender(config)
     if model.config.tied:
         weights["head.weight"] = weights["tokens.weight"]

@@ -184,7 +184,7 @@ def load_sasrec(
     path = directory / "model.safetensors"
     try:
         weights = load_file(regular_file(path))
-        check_shapes(lambda: SasRec(config), weights, path)
+        check_shapes(SasRec, config, weights, path)
         model = SasRec(config)
         model.load_state_dict(weights)
     except (SafetensorError, RuntimeError) as error:

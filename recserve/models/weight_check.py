@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +36,14 @@ def check_finite(weights: Mapping[str, Tensor], file: Path) -> None:
             raise ValueError(f"{file}: {name} holds NaN or infinity; the model is damaged")
 
 
-def check_shapes(build: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path) -> None:
+def check_shapes(
+    kind: Callable[[Any], nn.Module], config: Hashable, weights: Mapping[str, Tensor], file: Path
+) -> None:
     """Compares weights with a model that has no memory yet, before one with memory is built.
 
     Args:
-        build: Builds the model from its configuration.
+        kind: Builds a model from its configuration.
+        config: The configuration.
         weights: Weights of a file.
         file: The file, for messages.
 
@@ -46,13 +51,23 @@ def check_shapes(build: Callable[[], nn.Module], weights: Mapping[str, Tensor], 
         ValueError: If a size of the configuration is not the file's.
     """
     try:
-        with torch.device("meta"):
-            expected = build().state_dict()
+        hash(config)
+    except TypeError as error:
+        raise ValueError(f"{file.parent}/config.json has a list in place of a value") from error
+    try:
+        expected = _shapes(kind, config)
     except RuntimeError as error:
         raise ValueError(f"{file.parent}/config.json asks for too much memory: {error}") from error
-    for name, empty in expected.items():
-        if name in weights and weights[name].shape != empty.shape:
+    for name, shape in expected.items():
+        if name in weights and weights[name].shape != shape:
             raise ValueError(
                 f"{file} does not fit its config.json: {name} is {tuple(weights[name].shape)}; the "
-                f"sizes there require {tuple(empty.shape)}"
+                f"sizes there require {tuple(shape)}"
             )
+
+
+@lru_cache(maxsize=32)
+def _shapes(kind: Callable[[Any], nn.Module], config: Hashable) -> dict[str, torch.Size]:
+    """Returns the sizes of a model's weights; they are known when its bundle is loaded again."""
+    with torch.device("meta"):
+        return {name: weight.shape for name, weight in kind(config).state_dict().items()}

@@ -64,7 +64,7 @@ from recserve.core.sequence import SearchSequence, stacked_last_hidden
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.host import on_device
 from recserve.kernels.trie import level_search
-from recserve.kernels.trie.level_search import DEAD, ChildQuery, wanted_prefixes
+from recserve.kernels.trie.level_search import DEAD, ChildQuery, find_keys, wanted_prefixes
 from recserve.kernels.trie.native import BeamKind, NativeDescent, StateKind, passed_prefixes
 from recserve.kernels.trie.trie import BatchFilter, Trie
 from recserve.models.item_heads import SelfDraftHead
@@ -183,8 +183,8 @@ class BeamSearch:
         dense_candidates: Items that compete with the finished beams. None: there are none.
         nonfinite: [B] flags of the states behind the beams (core/finite.py). None: all states are
             finite.
-        unscored: [n] keys of prefixes that the draft lacked and that could change the slate, each
-            with all prefixes above it. None: propose whatever the beams lack.
+        unscored_keys: [n] keys of prefixes that the draft lacked and that could change the slate,
+            each with all prefixes above it. None: propose whatever the beams lack.
         extra_rounds: Rounds that scored prefixes that the draft lacked.
     """
 
@@ -200,7 +200,7 @@ class BeamSearch:
     threshold_ranks: list[int] | None = None
     dense_candidates: DenseCandidates | None = None
     nonfinite: Tensor | None = None
-    unscored: Tensor | None = None
+    unscored_keys: Tensor | None = None
     extra_rounds: int = 0
 
     @staticmethod
@@ -242,7 +242,7 @@ class BeamSearch:
         return self.model.config.normalization == "children"
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True when the beams are leaves.
 
         Dead beams also advance, because checking for them costs more.
@@ -280,11 +280,7 @@ class BeamSearch:
         keys = wanted_prefixes(trie, beams.log_probs, beams.paths, which, self.scored.keys, below)
         if extra is not None:
             keys = torch.cat([keys, extra])
-        return self.lay_out(keys, level_offsets)
-
-    def lay_out(self, keys: Tensor, level_offsets: Tensor) -> PrefixDraft:
-        """Returns the prefixes of keys [n] as token trees. Scored ones are not computed again."""
-        return draft_of_keys(self.trie, keys, len(self.sequences), level_offsets, self.scored)
+        return draft_of_keys(trie, keys, len(self.sequences), level_offsets, self.scored)
 
     def record(self, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> None:
         """Adds the states of a draft to the scored prefixes.
@@ -294,7 +290,7 @@ class BeamSearch:
             slots: [T] pool slot of every node.
             hidden: [Tq, E] states of the computed nodes.
         """
-        keys, slots = draft.computed(slots)
+        keys, slots = draft.keys_and_slots(slots)
         if hidden.is_cuda:  # on a CPU the scheduler has checked already
             nonfinite = nonfinite_flags(hidden)
             hidden, owners = without_nonfinite(hidden, nonfinite), keys // self.trie.num_nodes
@@ -343,7 +339,7 @@ class BeamSearch:
         most = max(self.widths)
         return SearchSpace(
             self.trie,
-            self.filters.left,
+            self.filters.batch,
             most,
             self.widths_on_device if min(self.widths) < most else None,
             partial(_drop_below_threshold, self) if self.has_thresholds else None,
@@ -390,10 +386,10 @@ def descend(
         return DescentInC(search, scores, native, item_ranks, until, stop_at_unscored)
     descent, beams, space = DescentInTorch(search, item_ranks), search.beams, search.space()
     while beams.level < until:
-        unscored = scores.unscored(beams)
+        unscored = scores.find_unscored(beams)
         if unscored is not None and stop_at_unscored:
             break
-        descent.passed.append((beams, unscored))
+        descent.levels.append((beams, unscored))
         if unscored is not None:
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(unscored, DEAD))
         beams = search_step(space, beams, scores)
@@ -543,18 +539,18 @@ class DescentInTorch(Descent):
     """What `descend` passed in torch.
 
     Attributes:
-        passed: The levels above the last one, and which of their beams [B, W] were left out.
+        levels: The levels above the last one, and which of their beams [B, W] were left out.
     """
 
     def __init__(self, search: BeamSearch, item_ranks: Seq[int]) -> None:
         self.search, self.item_ranks = search, item_ranks
-        self.passed: list[tuple[Beams, Tensor | None]] = []
+        self.levels: list[tuple[Beams, Tensor | None]] = []
 
     def margins(self) -> Iterable[tuple[float, float]]:
         """As in `Descent`."""
         left_out = [
             beams.log_probs.masked_fill(~unscored, DEAD).amax(1, keepdim=True)
-            for beams, unscored in self.passed
+            for beams, unscored in self.levels
             if unscored is not None
         ]
         if not left_out:
@@ -566,7 +562,7 @@ class DescentInTorch(Descent):
         """As in `Descent`."""
         nothing = self.search.beams.nodes[:0, 0]
         keys, chosen = [nothing], [nothing.bool()]
-        for beams, unscored in self.passed:
+        for beams, unscored in self.levels:
             if which == StateKind.MISSING:
                 if unscored is None:
                     continue
@@ -664,15 +660,15 @@ class PrefixScores(Protocol):
         """[B * W, E] states behind the latest logits. None before the first ones."""
         ...
 
-    def unscored(self, beams: Beams) -> Tensor | None:
+    def find_unscored(self, beams: Beams) -> Tensor | None:
         """Returns [B, W] bool: beams whose children need a state that is missing. None: no beam."""
         ...
 
     def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
         """Returns the logits of the beams' children, and their normalisers, as `level_scores` does.
 
-        A launched search has called `unscored` for the same beams. Any finite row will do where no
-        state is needed.
+        A launched search has called `find_unscored` for the same beams. Any finite row will do
+        where no state is needed.
         """
         ...
 
@@ -690,7 +686,7 @@ class PrefixStates(Protocol):
     (`engine/beam_search_graph.py`).
     """
 
-    def unscored(self, beams: Beams) -> Tensor | None:
+    def find_unscored(self, beams: Beams) -> Tensor | None:
         """Returns [B, W] bool: beams whose children need a state that is missing. None: no beam."""
         ...
 
@@ -710,7 +706,7 @@ class TargetScores:
 
     def __init__(self, model: Recommender, prefix_states: PrefixStates) -> None:
         self.model, self.native = model, model.search
-        self.unscored, self.of_paths = prefix_states.unscored, prefix_states.of_paths
+        self.find_unscored, self.of_paths = prefix_states.find_unscored, prefix_states.of_paths
         self.states: Tensor | None = None
         self._prefix_states = prefix_states
 
@@ -727,14 +723,14 @@ class ScoredStates:
         self.search = search
         self._rows: Tensor | None = None
 
-    def unscored(self, beams: Beams) -> Tensor | None:
+    def find_unscored(self, beams: Beams) -> Tensor | None:
         """Looks the beams up in the scored prefixes. The host waits once for the device.
 
         Level 0 has the state of the last prefix token.
         """
         if not beams.level:
             return None
-        self._rows = self.search.scored.find(self.search.keys(beams.nodes))
+        self._rows = find_keys(self.search.scored.keys, self.search.keys(beams.nodes))
         unscored = self.search.needs_state(beams) & (self._rows < 0)
         return unscored if bool(unscored.any()) else None
 
@@ -773,7 +769,7 @@ class HeadScores:
         self.native = head.search
         self.states: Tensor | None = None
 
-    def unscored(self, beams: Beams) -> None:
+    def find_unscored(self, beams: Beams) -> None:
         """Returns None: the head needs no states of the target."""
 
     def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:

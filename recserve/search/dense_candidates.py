@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.level_search import DEAD
+from recserve.kernels.trie.level_search import DEAD, find_keys
 from recserve.kernels.trie.trie import LeafFilter, Trie
 from recserve.search.beam_search import (
     Beams,
@@ -81,7 +81,7 @@ def unscored_candidate_keys(search: BeamSearch) -> Tensor | None:
 def score_ready_candidates(search: BeamSearch) -> None:
     """Scores the candidates once all their prefixes are scored."""
     keys = unscored_candidate_keys(search)
-    if keys is not None and not bool((search.scored.find(keys) < 0).any()):
+    if keys is not None and not bool((find_keys(search.scored.keys, keys) < 0).any()):
         score_candidates(search, TargetScores(search.model, ScoredStates(search)))
 
 

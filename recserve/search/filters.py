@@ -135,12 +135,12 @@ class RequestFilters:
     each: tuple[LeafFilter | None, ...]
 
     @cached_property
-    def left(self) -> BatchFilter:
+    def batch(self) -> BatchFilter:
         """The filters as lists of excluded leaves if possible, otherwise as bitmaps."""
         if all(f is None for f in self.each):
             return BatchFilter()
         if all(f is None or f.all for f in self.each):
-            return BatchFilter(self._excluded().int())
+            return BatchFilter(self._list_excluded().int())
         return self.in_bits()
 
     def in_bits(self) -> BatchFilter:
@@ -149,7 +149,7 @@ class RequestFilters:
         Excluded and added leaves are already applied to the bitmaps. Few operators are needed,
         whatever the number of requests.
         """
-        trie, inserted = self.trie, self._inserted
+        trie, inserted = self.trie, self._inserted_ranks
         place = (trie.base.num_items // 32 + 1,)
         everything = torch.full(place, -1, dtype=torch.int32, device=trie.device)
         words, added = [], []
@@ -160,8 +160,8 @@ class RequestFilters:
             else:
                 words.append(everything.new_zeros(place) if f.bits is None else f.bits.words[0])
                 added.append(inserted[:0] if f.added is None else f.added)
-        bits, excluded = torch.stack(words), self._excluded()
-        more = self._padded(added)
+        bits, excluded = torch.stack(words), self._list_excluded()
+        more = self._pad(added)
         is_later = self._flip(bits, more, 1)
         self._flip(bits, excluded, -1)
         if not inserted.shape[0]:
@@ -181,8 +181,8 @@ class RequestFilters:
             [B, n] bool: leaves that the base lacks. Their bits do not change.
         """
         # Inserted leaves before a rank shift it: subtract them to get the rank in the base.
-        below = torch.searchsorted(self._inserted, ranks)
-        is_later = torch.searchsorted(self._inserted, ranks, right=True) > below
+        below = torch.searchsorted(self._inserted_ranks, ranks)
+        is_later = torch.searchsorted(self._inserted_ranks, ranks, right=True) > below
         at = ranks - below
         # Leaf r of the base is bit r & 31 of word r >> 5. Adding sets a bit that is clear.
         bits = (1 << (at & 31).int()).masked_fill(is_later | (ranks >= self.trie.num_items), 0)
@@ -190,19 +190,19 @@ class RequestFilters:
         return is_later
 
     @cached_property
-    def _inserted(self) -> Tensor:
+    def _inserted_ranks(self) -> Tensor:
         """Ascending leaf ranks that the base lacks."""
         if (later := self.trie.insertions) is not None:
             return later.ranks
         return torch.empty(0, dtype=torch.int64, device=self.trie.device)
 
-    def _excluded(self) -> Tensor:
+    def _list_excluded(self) -> Tensor:
         nothing = torch.empty(0, dtype=torch.int64, device=self.trie.device)
-        return self._padded(
+        return self._pad(
             [torch.cat([nothing, *(f.excluded if f else ())]).sort().values for f in self.each]
         )
 
-    def _padded(self, ranks: Seq[Tensor]) -> Tensor:
+    def _pad(self, ranks: Seq[Tensor]) -> Tensor:
         return pad_sequence(list(ranks), batch_first=True, padding_value=self.trie.num_items)
 
 

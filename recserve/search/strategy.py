@@ -93,5 +93,5 @@ def strategy_classes() -> Mapping[str, type[RecommendStrategy]]:
 
 def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, RecommendStrategy]:
     """Returns the strategies by name that a recommender and its trained heads support."""
-    built = {name: cls.from_models(model, heads) for name, cls in strategy_classes().items()}
-    return {name: strategy for name, strategy in built.items() if strategy is not None}
+    strategies = {name: cls.from_models(model, heads) for name, cls in strategy_classes().items()}
+    return {name: strategy for name, strategy in strategies.items() if strategy is not None}

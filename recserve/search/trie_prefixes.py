@@ -57,10 +57,6 @@ class ScoredTriePrefixes:
         empty = torch.empty(0, dtype=torch.int64, device=like.device)
         return ScoredTriePrefixes(empty, empty, like[:0])
 
-    def find(self, keys: Tensor) -> Tensor:
-        """Returns the row of each key, -1 where it is not scored, in the shape of `keys`."""
-        return find_keys(self.keys, keys)
-
     def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> ScoredTriePrefixes:
         """Returns the table with m more prefixes, which must not be in the table, in any order."""
         return ScoredTriePrefixes(
@@ -82,7 +78,7 @@ class PrefixDraft(Draft):
     guessed: bool = False
     cached: bool = False
 
-    def computed(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_slots(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Returns key [Tq] and pool slot [Tq] of each computed node. slots: [T], of all nodes."""
         assert self.query_keys is not None
         return self.query_keys, slots if self.queries is None else slots[self.queries]

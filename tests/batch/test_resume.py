@@ -50,7 +50,7 @@ def test_the_next_run_computes_only_what_is_missing(tmp_path, stop_after):
     assert files(job.output) == expected
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_every_moment_of_a_kill_leaves_a_folder_that_resumes(tmp_path, most):
     """SIGKILL in a process of its own, at drawn moments; the models are a stand-in."""
     source = users(tmp_path / "in.parquet", 120, bad_every=10)

@@ -66,9 +66,10 @@ def calm(recipe, tmp_path_factory):
     return source, folder / "out"
 
 
-def test_two_workers_write_the_bytes_of_one(recipe, calm, tmp_path):
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_workers_write_the_bytes_of_this_process(count, recipe, calm, tmp_path):
     source, output = calm
-    run(Job(source, tmp_path / "out", 12), LocalWorkers(recipe, 2))
+    run(Job(source, tmp_path / "out", 12), LocalWorkers(recipe, count))
     assert files(tmp_path / "out") == files(output)
 
 

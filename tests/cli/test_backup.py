@@ -6,8 +6,10 @@ import sys
 import time
 
 import pytest
+from typer.testing import CliRunner
 
 from recserve import Service, ServiceOptions
+from recserve.cli import app
 from recserve.cli.backup import StateFolders, back_up, restore
 from recserve.features.history.history import StoreUnavailable
 from tests.support.live_server import live
@@ -34,8 +36,8 @@ def state_of(bundle, store=None):
     return StateFolders.of_server(bundle, store, None, None)
 
 
-def run_command(*arguments):
-    """Runs a command as an operator does, in another process than the server's."""
+def run_beside(*arguments):
+    """Runs a command as an operator does beside a server, in another process."""
     done = subprocess.run(
         [sys.executable, "-c", "from recserve.cli import main; main()", *map(str, arguments)],
         capture_output=True,
@@ -43,6 +45,13 @@ def run_command(*arguments):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_command(*arguments):
+    """Runs a command in this process, which has no server."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
     return done.stdout
 
 
@@ -58,7 +67,7 @@ def test_what_was_backed_up_is_served_again(tmp_path, bundle):
         service.put_items({"items": [{"item_id": "fresh", "title": "Rose"}]})
         service.add_events({"events": [{"user_id": "ann", "item_id": item}]})
         copy = tmp_path / "copy"
-        told = run_command("history", "backup", "--bundle", bundle, "--out", copy)
+        told = run_beside("history", "backup", "--bundle", bundle, "--out", copy)
         assert "without counts of the list popular, 1 journals, and counts of 0 experi" in told
         service.delete_user("ann")
     for name in ("shop.bundle.history", "shop.bundle.items"):

@@ -30,13 +30,19 @@ def small(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setattr(demo, "SYNTHETIC", SyntheticOptions(500, 120, 12))
         patch.setattr(demo, "NUM_CODES", 16)
-        patch.setattr(demo, "MINUTES", {"recommender": 0.01, "ranker": 0.01, "llm": 0.01})
+        patch.setattr(demo, "MINUTES", {"recommender": 0.001, "ranker": 0.001, "llm": 0.001})
         patch.setattr(demo, "SOURCES_BYTES", 200_000)
         patch.setattr(demo, "LANGUAGE", replace(demo.LANGUAGE, hidden_size=32, steps=5))
         patch.setattr(
             demo,
             "RECOMMENDER",
-            replace(demo.RECOMMENDER, hidden_size=32, validation_users=20, validation_width=10),
+            replace(
+                demo.RECOMMENDER,
+                hidden_size=32,
+                validation_users=20,
+                validation_width=10,
+                choice_users=20,
+            ),
         )
         yield cache
 

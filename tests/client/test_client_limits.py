@@ -168,7 +168,7 @@ def test_the_deadline_ends_a_body_that_is_read_slowly(asynchronous):
                 client.add_events(EventsRequest(events=events), deadline_s=DEADLINE_S)
 
 
-LIMIT, LONG = 100_000, 64 << 20
+LIMIT, LONG = 100_000, 16 << 20
 ZEROS = b"0" * (1 << 20)
 
 

@@ -83,11 +83,11 @@ def test_lists_alone_are_read_as_lists(changed):
     """Where no request has bits; the same counts."""
     filters, usable = draw_filters(changed, np.random.default_rng(2))
     plain = [f for f in filters if f is None or f.all]
-    left = RequestFilters(changed.trie, tuple(plain)).left
+    left = RequestFilters(changed.trie, tuple(plain)).batch
     assert left.bits is None and left.excluded is not None
     found = left.remaining(changed.trie, changed.node.expand(2, -1))
     assert [row.tolist() for row in found] == [left_at(changed, usable[b]) for b in (0, 2)]
-    nothing = RequestFilters(changed.rebuilt, (None, None)).left
+    nothing = RequestFilters(changed.rebuilt, (None, None)).batch
     assert nothing.bits is None and nothing.excluded is None
 
 

@@ -14,6 +14,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import chosen, covering
+from tests.support.text_engines import undrafted
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
 # 20 ms to read the weights, which is all that up to 32 nodes cost; then 0.5 ms for each.
@@ -301,15 +302,14 @@ def test_text_stays_the_same(temperature):
     """Mixed drafts in a mixed load whose depths change: the text of plain decoding."""
     model = drawn_model(1)
     random = np.random.default_rng(5)
-    prompts = [random.integers(0, 40, random.integers(1, 20)) for _ in range(24)]
-    requests, wanted, known = [], [], {}
+    prompts = [random.integers(0, 40, random.integers(1, 20)) for _ in range(15)]
+    requests = []
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=temperature, seed=number, max_tokens=5 + number)
-        tokens, *_ = plain(model, prompt.tolist(), params)
-        known[tuple(prompt.tolist())] = tokens
         name = ("table", "none", "wrong")[number % 3]
         requests.append(TextQuery(prompt, params, Speculation(name)))
-        wanted.append(tokens)
+    wanted = undrafted(model, requests)
+    known = {tuple(r.prompt.tolist()): t for r, t in zip(requests, wanted, strict=True)}
     drafters = {"table": TableDrafter("mixed", known), "wrong": TableDrafter("wrong", known)}
     config = EngineConfig(page_size=4, load_aware=True, max_running=10, kv_bytes=2**20)
     engine = build_engine(EngineModels(text=model, drafters=drafters), config)

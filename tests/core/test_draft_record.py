@@ -1,10 +1,10 @@
 """What is known of a drafter, and drafters that always guess wrong in the engine."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from recserve.core.draft_policy import (
     KNOWN_DRAFTS,
@@ -24,7 +24,8 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, draw_root, make
-from tests.support.text_plain import TableDrafter, drawn_model, plain
+from tests.support.text_engines import undrafted
+from tests.support.text_plain import TableDrafter, drawn_model
 
 
 def test_a_drop_below_half_of_the_expectation_raises_the_alarm(caplog):
@@ -95,7 +96,8 @@ def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature, load_aw
     model = drawn_model(1)
     params = SamplingParams(temperature=temperature, max_tokens=60, seed=7)
     prompts = [tuple(range(n, n + 6)) for n in range(8)]
-    texts = {prompt: plain(model, list(prompt), params)[0] for prompt in prompts}
+    written = undrafted(model, [TextQuery(np.array(p), params) for p in prompts])
+    texts = dict(zip(prompts, written, strict=True))
     drafter = Counting("wrong", texts)
     engine = build_engine(
         EngineModels(text=model, drafters={"wrong": drafter}),
@@ -123,19 +125,22 @@ def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
     models = EngineModels(model, heads=Heads(head))
     engine = build_engine(models, EngineConfig(kv_bytes=16 * 2**20))
     drafts = []
-    for seed in range(KNOWN_DRAFTS + 16):
-        request = SlateQuery(
-            prefix=draw_root(model, 5, seed), trie=trie, k=10, beam_width=10, strategy="speculative"
-        )
-        drafted = engine.run(request)
-        drafts.append(drafted.timing.drafted)
-        if seed % 16 == 0:
-            request = SlateQuery(
-                prefix=request.prefix, trie=trie, k=10, beam_width=10, strategy="beam"
+    for start in range(0, KNOWN_DRAFTS + 16, 8):
+        requests = [
+            SlateQuery(
+                prefix=draw_root(model, 5, seed),
+                trie=trie,
+                k=10,
+                beam_width=10,
+                strategy="speculative",
             )
-            exact = engine.run(request)
-            assert drafted.exact and drafted.rows.tolist() == exact.rows.tolist()
-            np.testing.assert_allclose(drafted.scores, exact.scores, atol=2e-5)
+            for seed in range(start, start + 8)
+        ]
+        answers = engine.run_many(requests)
+        drafts += [answer.timing.drafted for answer in answers]
+        exact = engine.run(replace(requests[0], strategy="beam"))
+        assert answers[0].exact and answers[0].rows.tolist() == exact.rows.tolist()
+        np.testing.assert_allclose(answers[0].scores, exact.scores, atol=2e-5)
     health = engine.stats().drafts["speculative"]
     assert health.alarm and health.paused and health.recent < 0 < health.expected
     assert all(drafts[:KNOWN_DRAFTS]) and not any(drafts[KNOWN_DRAFTS:])
@@ -147,17 +152,18 @@ def test_a_good_head_raises_no_alarm():
     nothing, promised = DraftPlan(0.0, 24.0, 2.0, 0.0), DraftPlan(50.0, 30.0, 0.0, 1.0)
     head.calibration = Calibration({(10, 10): (nothing, promised)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=2**24))
-    with torch.inference_mode():
-        for seed in range(KNOWN_DRAFTS + 8):
-            engine.run(
-                SlateQuery(
-                    prefix=draw_root(model, 5, seed),
-                    trie=trie,
-                    k=10,
-                    beam_width=10,
-                    strategy="speculative",
-                )
-            )
+    requests = [
+        SlateQuery(
+            prefix=draw_root(model, 5, seed),
+            trie=trie,
+            k=10,
+            beam_width=10,
+            strategy="speculative",
+        )
+        for seed in range(KNOWN_DRAFTS + 8)
+    ]
+    for start in range(0, len(requests), 8):
+        engine.run_many(requests[start : start + 8])
     health = engine.stats().drafts["speculative"]
     assert not health.alarm and not health.paused and health.acceptance == (1.0,)
 

@@ -7,7 +7,7 @@ import torch
 
 from recserve.config import ConfigError, ServerConfig
 from recserve.engine.beam_search_graph import SearchLimits
-from recserve.engine.build import EngineModels, _sized, build_engine, warn_if_slow
+from recserve.engine.build import EngineModels, _set_kv_bytes, build_engine, warn_if_slow
 from recserve.engine.capture import PREFILL_LIMITS
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.kv_cache import DEFAULT_BYTES, cache_bytes
@@ -46,12 +46,12 @@ def test_an_engine_divides_memory_among_its_models(gpu, monkeypatch):
     for graphs in (None, False):
         for models in (EngineModels(model), EngineModels(model, text=text)):
             config = EngineConfig(kv_bytes="auto", graphs=graphs)
-            assert _sized(config, models).kv_bytes == 2**22
+            assert _set_kv_bytes(config, models).kv_bytes == 2**22
     items, steps = SearchLimits().bytes + PREFILL_LIMITS.bytes, TextStepLimits().bytes
     assert found == [(CPU, 1, items), (CPU, 2, items + steps), (CPU, 1, 0), (CPU, 2, 0)]
     engine = build_engine(EngineModels(text=text), EngineConfig(kv_bytes="auto"))
     assert engine.config.kv_bytes == 2**22
-    assert _sized(EngineConfig(kv_bytes=7), EngineModels(model)).kv_bytes == 7
+    assert _set_kv_bytes(EngineConfig(kv_bytes=7), EngineModels(model)).kv_bytes == 7
 
 
 def test_a_server_that_replaces_bundles_leaves_room_for_the_next(tmp_path):

@@ -21,6 +21,7 @@ from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 from recserve.search.strategy import Heads
+from tests.support.grids import covering
 from tests.support.rankers import draw_rows, make_ranker, ranking_root
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
@@ -59,10 +60,10 @@ def all_scores(model: Recommender, trie: Trie, root: Prefix) -> torch.Tensor:
     return scores
 
 
-@pytest.mark.parametrize("form,normalization", FORMS)
-@pytest.mark.parametrize("codes", CATALOGUES.values(), ids=CATALOGUES.keys())
-def test_wide_beam_equals_exhaustive_scoring(codes, form, normalization):
+@pytest.mark.parametrize("codes,form", covering(CATALOGUES, FORMS))
+def test_wide_beam_equals_exhaustive_scoring(codes, form):
     """A beam as wide as the catalogue prunes nothing: ids, order and scores of a plain loop."""
+    form, normalization = form
     model, trie = make(codes, form, normalization)
     engine = engine_of(model)
     for seed, events in enumerate([0, 1, 23]):
@@ -222,8 +223,9 @@ def test_pages_in_equal_pages_out_under_pressure():
         for i in range(120)
     ]
     answers = engine.run_many(requests)
-    for request, answer in zip(requests, answers, strict=True):
-        assert answer.rows.tolist() == engine_of(model).run(request).rows.tolist()
+    alone = [engine_of(model).run(request).rows.tolist() for request in requests[::3]]
+    for number, answer in enumerate(answers):  # three requests share a root
+        assert answer.rows.tolist() == alone[number // 3]
     stats = engine.stats()
     assert stats.pages_free + stats.pages_cached == stats.pages_total
     assert stats.pages_cached > 0 and stats.prefix_hit_tokens > 0
@@ -441,7 +443,7 @@ def test_a_large_request_is_not_starved_by_small_ones():
     assert sorted(order) == list(range(len(widths)))
 
 
-@pytest.mark.parametrize("width", [1, 4, 12])
+@pytest.mark.parametrize("width", [1, pytest.param(4, marks=pytest.mark.slow), 12])
 def test_dense_head_items_compete_with_the_beams(width):
     """Best k of the plain beam's items and the head's own best W, all scored alike."""
     codes = CATALOGUES["ordinary"]

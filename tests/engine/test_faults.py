@@ -68,7 +68,7 @@ def test_one_result_that_fails_holds_back_no_other_of_its_step(how, monkeypatch)
     else:
         late = [sequence.request for sequence in first]
         monkeypatch.setattr(
-            scheduler_module, "expired", lambda request: any(request is one for one in late)
+            scheduler_module, "has_expired", lambda request: any(request is one for one in late)
         )
     run(engine)
     assert all(future.done() for future in futures)

@@ -29,7 +29,7 @@ from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import ranking, recommending, text_scores
-from tests.support.grids import covering, thin
+from tests.support.grids import chosen, covering, thin
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_plain import drawn_model
@@ -51,8 +51,8 @@ class Fault:
         self.layers = runner.layers
         runner.layers = self
 
-    def __call__(self, batch, x, rows=None, *rest):
-        states = self.layers(batch, x, rows, *rest)
+    def __call__(self, batch, inputs):
+        states, rows = self.layers(batch, inputs), inputs.rows
         self.left -= 1
         if self.left == -1:
             self.struck = True
@@ -154,8 +154,7 @@ def test_a_root_that_is_not_finite(world, strategy, which, value):
     assert_one_fails(world.engine, scheduler, requests, which, 0, value=value)
 
 
-@pytest.mark.parametrize("which", [0, 2])
-@pytest.mark.parametrize("strategy", IN_TREES)
+@pytest.mark.parametrize("strategy, which", covering(IN_TREES, (0, 2)))
 def test_a_tree_that_is_not_finite(world, strategy, which, monkeypatch):
     # specgr goes on to its beams
     monkeypatch.setattr("recserve.search.strategies.specgr.MIN_LIFT", 1e9)
@@ -305,8 +304,7 @@ def test_on_a_device_a_ranking_under_such_a_root_tells(plain_kernels):
 SEARCHES = (SearchShape(4, 16, 24), SearchShape(4, 16, None), SearchShape(4, 16, 24, True))
 
 
-@pytest.mark.parametrize("variant", ["plain", "filters", "weighed"])
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("variant, level", covering(("plain", "filters", "weighed"), (0, 1)))
 def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     """Its forwards are those of the scorer, one for each level."""
     world = recommending("cpu")
@@ -411,7 +409,7 @@ def test_a_text_whose_logits_are_not_finite(parameters, forward, which):
     assert_one_text_fails(engine, texts(parameters), which, which, forward)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", chosen(RULES, "sample", "multi_step", "block"))
 def test_a_drafted_text_whose_logits_are_not_finite(rule):
     model = shared_model()
     drafters = {"ngram": NgramDrafter(min_match=1), "model": ModelDrafter(model, 40, (1,) * 3)}

@@ -103,7 +103,7 @@ def test_silu_is_applied_to_up_proj_as_in_the_authors_code(tmp_path, target):
 
 
 def test_slots_without_the_field_are_causal_as_in_the_authors_code(tmp_path, target):
-    """SDDE/predicter.py attends with is_causal=True and turns the slots by their positions."""
+    """The authors' code attends with is_causal=True and turns the slots by their positions."""
     fields, weights = parts()
     network = load_specformer(written(tmp_path, fields, weights), target)
     context = torch.randn(5, 32)

@@ -93,7 +93,8 @@ def pickled_arrays(source: str) -> list[int]:
 def test_no_array_is_unpickled():
     assert pickled_arrays("np.load('x', allow_pickle=True)") == [1]
     assert pickled_arrays("np.load('x', allow_pickle=False)") == []
-    wrong = {path: pickled_arrays(path.read_text("utf-8")) for path in package_files()}
+    sources = {path: path.read_text("utf-8") for path in package_files()}
+    wrong = {path: pickled_arrays(s) for path, s in sources.items() if "allow_pickle" in s}
     assert not {str(path): lines for path, lines in wrong.items() if lines}
 
 

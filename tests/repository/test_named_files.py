@@ -15,6 +15,10 @@ TOPS = ("recserve", "tests", "benchmarks", "docs", "deploy", *ROOMS)
 NAMED = re.compile(
     rf"(?<![\w./-])((?:{'|'.join(TOPS)})/(?:[\w-]+/)*(?:[\w-]+\.\w+)?|test_\w+\.py)(?![\w*{{<-])"
 )
+# Source files by name, or by the end of their path.
+SOURCE_FILE = re.compile(r"(?<![\w./{}*<-])((?:[\w-]+/)*[\w-]+\.(?:py|c|h))(?![\w*{<-])")
+# What other projects wrote, and code with files of the reader.
+FOREIGN = re.compile(r"Sources?: [\s\S]*?(?=\n\s*\n|$)|```[\s\S]*?```")
 MEMBER = re.compile(r"(?<![\w./])([A-Z]\w*)\.([A-Za-z_]\w*)")
 # Strings, which may hold a #, and comments, which are the group.
 COMMENT = re.compile(
@@ -85,6 +89,19 @@ def missing_files(text: str) -> list[str]:
     return found
 
 
+def missing_sources(text: str) -> list[str]:
+    """Returns the source files that a text names and that nobody has, whatever their folder."""
+    names = SOURCE_FILE.findall(FOREIGN.sub("", text))
+    return [name for name in names if name not in path_ends()]
+
+
+@functools.cache
+def path_ends() -> frozenset[str]:
+    """Returns every end of every committed path, the whole path and the bare name included."""
+    parts = [name.split("/") for name in committed()]
+    return frozenset("/".join(own[n:]) for own in parts for n in range(len(own)))
+
+
 class Members:
     """What the classes of the repository have, their bases included."""
 
@@ -118,7 +135,10 @@ class Members:
 
 @pytest.mark.slow
 def test_files_that_are_named_exist():
-    found = {name: missing_files(text) for name, text in prose().items()}
+    found = {
+        name: missing_files(text) + (name != "CHANGELOG.md") * missing_sources(text)
+        for name, text in prose().items()
+    }
     assert {name: paths for name, paths in found.items() if paths} == {}
 
 
@@ -146,6 +166,19 @@ def test_class_members_that_are_named_exist():
 )
 def test_missing_files_are_found(text, missing):
     assert missing_files(text) == missing
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("packed (text_trees.py), kernels/trie/trie.h", []),
+        ("columns (trees_of_old.py), runtime/engine.py", ["trees_of_old.py", "runtime/engine.py"]),
+        ("As foo.py. Sources: vLLM (a.py,\n    b.py)\n\nSee c9.c.", ["foo.py", "c9.c"]),
+        ("```python\n# acme.py\n```\n{name}.py", []),
+    ],
+)
+def test_missing_sources_are_found(text, missing):
+    assert missing_sources(text) == missing
 
 
 def test_missing_members_are_found():

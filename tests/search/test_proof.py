@@ -19,7 +19,7 @@ def proven_in_torch(found, left_out, ranks):
     descent = DescentInTorch(None, ranks)
     descent.last = beams(found)
     scores = torch.tensor(left_out)
-    descent.passed = [
+    descent.levels = [
         (beams([[score, 0.0] for score in left_out]), torch.tensor([[True, False]] * len(scores)))
     ]
     return descent.proven

@@ -259,7 +259,7 @@ def product(tmp_path_factory):
         num_layers=1,
         intermediate_size=64,
         dropout=0.1,
-        schedule=Schedule(5, 1e-2),
+        schedule=Schedule(3, 1e-2),
         max_nodes=512,
         validation_users=100,
     )

@@ -123,9 +123,9 @@ def test_calibration_finds_what_the_head_is_worth():
     model, trie = make(codes, "items", "children")
     head = make_head(model, "from-target")
     rng = np.random.default_rng(0)
-    rows = rng.integers(0, len(codes), 40 * 6)
-    starts = np.arange(40) * 6
-    cases = Cases(rows, starts, starts + 5, rows[starts + 5], np.arange(40))
+    rows = rng.integers(0, len(codes), 24 * 6)
+    starts = np.arange(24) * 6
+    cases = Cases(rows, starts, starts + 5, rows[starts + 5], np.arange(24))
     with torch.no_grad():
         head.calibration = calibrate(head, model, trie, codes.numpy(), cases)
     plans = head.calibration.plans[10, 10]
@@ -135,7 +135,7 @@ def test_calibration_finds_what_the_head_is_worth():
     for plan in (plans[1], plans[-1]):
         drafted = speculative.SpeculativeStrategy(model, head, plan, caches=False)
         slates.engine.add_strategy("beam", drafted)
-        answers = slates.answers(cases, np.arange(40), 10, SlateOptions(10))
+        answers = slates.answers(cases, np.arange(24), 10, SlateOptions(10))
         proved = np.mean([answer.rounds <= 1 for answer in answers])
         assert abs(proved - plan.proved) < 0.1
 

@@ -136,7 +136,7 @@ def test_requests_during_swaps_get_one_bundles_answer_and_no_error(server, bundl
                     wrong.append((number % len(REQUESTS), version, catalogue, items))
                 seen.append(version)
                 number += 1
-                time.sleep(0.01)
+                time.sleep(0.05)
 
     def engines() -> int:
         return sum(thread.name == "engine" for thread in threading.enumerate())

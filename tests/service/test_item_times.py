@@ -99,7 +99,7 @@ def test_drawn_times_and_moments(tmp_path, monkeypatch, many):
         names = base_of(service).items.ids
         times = {name: (None, None) for name in names}
         hidden = set()
-        for _ in range(12):
+        for _ in range(8):
             for name in draw.choice([*names, "n0", "n1", "n2"], 15, replace=False).tolist():
                 first, length = (
                     int(draw.integers(-50, 50)) if draw.random() < 0.6 else None for _ in "ab"

@@ -283,7 +283,7 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     note()
     for reader in readers:
         reader.start()
-    for step in range(30):
+    for step in range(20):
         put_some(service, step)
         note()
         service.hide_item(ids[100 + step])

@@ -274,7 +274,7 @@ def test_a_replaced_service_leaves_no_engine_and_no_memory(bundles):
 
     running = engines()
     gone = []
-    for name in ("two", "other") * 5:
+    for name in ("two", "other") * 3:
         old = bundles.current
         gone.append((weakref.ref(old), weakref.ref(old.engine), weakref.ref(old.catalog.current)))
         put(old, item_id="new", title=name)

@@ -133,15 +133,15 @@ def queries(kind, texts, length=14, **fields) -> list[TextQuery]:
 )
 @torch.inference_mode()
 def test_drafts_equal_the_transcription(kind, num_tokens, model):
-    """Eight texts at once, prompts in chunks, whatever was accepted before."""
+    """Four texts at once, prompts in chunks, whatever was accepted before."""
     network = mask_network(model)
     drafter = kind(network, model)
     notes = recording(drafter)
     engine = engine_for(model, 300, {kind.name: drafter})
-    texts = [p.tolist() for p in prompts(8)]
+    texts = [p.tolist() for p in prompts(4)]
     engine.run_many(queries(kind, texts, num_tokens=num_tokens))
     filled = [note for note in notes if note[1] is not None]
-    assert len(filled) >= 30
+    assert len(filled) >= 15
     for tokens, states, draft, layout in filled:
         expected = transcribed_states(model, network, tokens[:-1])[: len(states)]
         torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
@@ -200,7 +200,7 @@ def test_captured_steps_have_masks_too():
         assert counted.replays > before
         filled = [note for note in notes if note[1] is not None]
         with torch.inference_mode():
-            for tokens, states, *_ in filled:
+            for tokens, states, *_ in filled[::3]:
                 expected = transcribed_states(model, network, tokens[:-1])[: len(states)]
                 torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
         assert len(filled) > 20

@@ -1,5 +1,7 @@
 """The text is the same with every drafter, good or bad; drafts keep what they promise."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -21,9 +23,16 @@ from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import chosen, sampled
 from tests.support.model_folders import drawn as save_drawn
-from tests.support.text_loop import VOCABULARY, generate, tiny_model
+from tests.support.text_loop import VOCABULARY, Written, generate, tiny_model
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 4], [5], [7, 8, 9, 10] * 3]
+
+
+@cache
+def plain_texts(temperature: float) -> list[Written]:
+    """What is written without drafts."""
+    params = SamplingParams(temperature, top_p=0.95, seed=3, max_tokens=20)
+    return generate(tiny_model(), PROMPTS, params, NoDrafter())
 
 
 class BadDrafter(Drafter):
@@ -90,13 +99,13 @@ LENGTHS = {"right": (4.0, 6.0), "wrong": (0.0, 0.0), "beside": (3.0, 6.0)}
     sampled(
         (0.7, 0.0),
         tuple(MAKERS),
-        default=("0.7-lookahead-alone", "0.7-all", "0.7-right", "0.7-wrong"),
+        default=("0.7-lookahead-alone", "0.7-all", "0.7-wrong"),
     ),
 )
 def test_the_text_is_the_plain_text(name, temperature):
     model = tiny_model()
     params = SamplingParams(temperature, top_p=0.95, seed=3, max_tokens=20)
-    plain = generate(model, PROMPTS, params, NoDrafter())
+    plain = plain_texts(temperature)
     for num_nodes in (5, 40):
         written = generate(model, PROMPTS, params, MAKERS[name](model), num_nodes=num_nodes)
         assert [w.tokens for w in written] == [w.tokens for w in plain]

@@ -491,7 +491,10 @@ def test_rules_refuse_what_they_cannot_judge():
         TextDraft(torch.tensor([1]), torch.tensor([-1]), 1, torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("rule", ["sample", "rejection", "block", "multi_step", "wrong"])
+@pytest.mark.parametrize(
+    "rule",
+    ["sample", "rejection", "block", "multi_step", pytest.param("wrong", marks=pytest.mark.slow)],
+)
 def test_whole_steps_have_the_target_s_law(rule):
     """Chi-square, 1,500 texts of 3 tokens over a vocabulary of 3, alpha = 1e-6: drafts drawn with
     keyed noise, steps repeated until enough is written. `wrong` draws its drafts with the noise

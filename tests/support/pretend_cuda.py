@@ -16,6 +16,7 @@ Synchronisations inside a kernel's torch reference are not recorded, because on 
 instead. Only calls of torch are simulated: nothing is asynchronous, and nothing is fast.
 """
 
+import functools
 import os
 import sys
 from collections import Counter
@@ -114,6 +115,12 @@ def _on_host(index):
     return tuple(map(_on_host, index)) if isinstance(index, tuple) else index
 
 
+@functools.cache
+def decomposes(func):
+    """True if an operator consists of others on every device."""
+    return func._can_decompose()
+
+
 class NumberedDevice(TorchFunctionMode):
     """Maps `cuda` to `cuda:0`, which a build without CUDA cannot look up.
 
@@ -200,7 +207,7 @@ class PretendCuda(TorchDispatchMode):
             return func(*args, **{k: v for k, v in kwargs.items() if k != "pin_memory"})
         self.calls += 1
         self._fail_if_lost()
-        if name not in WHOLE and func is not aten.repeat_interleave.Tensor:
+        if name not in WHOLE and func is not aten.repeat_interleave.Tensor and decomposes(func):
             with self, torch._C.DisableTorchFunction():
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:

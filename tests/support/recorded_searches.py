@@ -12,6 +12,8 @@ SHAPES = tuple(
     for excluded in (24, None)
     for requests, width in ((1, 8), (4, 16))
 )
+# Both sizes, and the large one with a bitmap and with weights.
+SOME = (SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[5])
 
 
 def with_searches(world, trie, record=recorder.record, shapes=SHAPES, **limits):

@@ -4,11 +4,11 @@ Every output is written to the memory of the first run, whatever the data are no
 reads a number from the device, or whose shape depends on data, raises during the capture.
 """
 
+import functools
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from recserve.engine.capture import EagerRecorder
 from recserve.kernels import backend
@@ -28,10 +28,28 @@ class AsksTheDevice(BaseException):
 
 
 def tensors(value):
-    """Returns the tensors in nested values."""
+    """Returns the tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, tuple | list):
+        return []
+    return [leaf for part in value for leaf in tensors(part)]
+
+
+@functools.cache
+def asks_by_name(func):
+    """True if an operation of this name always reads a number from the device."""
+    name = func._schema.name.split("::")[1].lstrip("_")
+    return any(name.startswith(word.lstrip("_")) for word in ASKS)
+
+
+@functools.cache
+def returns_views(func):
+    """True if an operation says that all its outputs are views, and writes to none of them."""
+    names = [value.alias_info for value in func._schema.returns]
+    return bool(names) and not any(name is None or name.is_write for name in names)
 
 
 def is_view(func, arguments, out):
@@ -39,8 +57,7 @@ def is_view(func, arguments, out):
 
     An operation such as `reshape` may copy instead, so its outputs are checked.
     """
-    names = [value.alias_info for value in func._schema.returns]
-    if not names or any(name is None or name.is_write for name in names):
+    if not returns_views(func):
         return False
     given = {tensor.untyped_storage().data_ptr() for tensor in tensors(arguments)}
     return all(made.untyped_storage().data_ptr() in given for made in out)
@@ -56,7 +73,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        asks = any(name.lstrip("_").startswith(word.lstrip("_")) for word in ASKS)
+        asks = asks_by_name(func)
         if name == "repeat_interleave":
             repeats = func._overloadname != "self_int"
             asks = repeats and kwargs.get("output_size") is None

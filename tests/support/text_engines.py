@@ -1,7 +1,10 @@
 """Parameters, prompts, engines and reference texts for tests of the text engine."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
 from tests.support.mask_tokens_drafter import mask_tokens
 from tests.support.mtp_drafter import mtp, peagle
+from tests.support.shared_folders import shared_folder
 from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
@@ -156,6 +160,13 @@ def assert_forgotten(drafter) -> None:
             assert member._cache.num_free == member._cache.pool.num_pages
 
 
+def undrafted(model, requests: Sequence[TextQuery]) -> list[list[int]]:
+    """Returns the tokens of the requests without drafts, all together, with room for all."""
+    plain_requests = [replace(request, speculation=Speculation()) for request in requests]
+    answers = engine_for(model, 2000).run_many(plain_requests)
+    return [answer.tokens.tolist() for answer in answers]
+
+
 @cache
 def shared_model() -> LanguageModel:
     """Returns one model for many tests, which must not change it."""
@@ -168,12 +179,30 @@ def plain_texts() -> dict[tuple[str, int], tuple]:
 
     The texts are 8 prompts under every set of parameters.
     """
-    out = {}
-    for name, fields in PARAMETERS.items():
-        for number, prompt in enumerate(prompts(8)):
-            params = SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | fields)
-            out[name, number] = (params, *plain(shared_model(), prompt.tolist(), params))
-    return out
+    file = shared_folder("plain-texts", write_plain_texts) / "texts.json"
+    texts = json.loads(file.read_text(encoding="utf-8"))
+    return {
+        (name, number): (text_params(name, number), *text)
+        for name, written in texts.items()
+        for number, text in enumerate(written)
+    }
+
+
+def text_params(name: str, number: int) -> SamplingParams:
+    """Returns the parameters `name` for one of the prompts."""
+    return SamplingParams(**{"max_tokens": 12, "seed": 100 + number} | PARAMETERS[name])
+
+
+def write_plain_texts(folder: Path) -> None:
+    """Writes what `plain` returns for every set of parameters and prompt."""
+    texts = {
+        name: [
+            plain(shared_model(), prompt.tolist(), text_params(name, number))
+            for number, prompt in enumerate(prompts(8))
+        ]
+        for name in PARAMETERS
+    }
+    (folder / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
 
 
 def among_others(name: str, speculation: Speculation) -> tuple[list[TextQuery], list[list[int]]]:

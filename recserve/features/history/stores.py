@@ -108,8 +108,10 @@ def split_ttl(url: str) -> tuple[str, float | None]:
 def store_class(url: str) -> type[HistoryStore]:
     """Returns the class that opens a URL. Raises ValueError if no store has its scheme."""
     scheme, _, rest = url.partition(":")
-    # Built-in stores come last, so a package cannot replace them.
-    registered = {entry.name: entry for entry in (*entry_points(group=GROUP), *BUILT_IN)}
+    # A package cannot replace a built-in store, so the packages are not searched for one.
+    registered = {entry.name: entry for entry in BUILT_IN}
+    if scheme not in registered:
+        registered |= {entry.name: entry for entry in entry_points(group=GROUP)}
     if scheme not in registered or not rest:
         known = ", ".join(sorted(registered))
         raise ValueError(

@@ -78,9 +78,9 @@ class BeamStrategy(RecommendStrategy):
         score_ready_candidates(search)
         return search
 
-    def finished(self, state: BeamSearch) -> bool:
+    def is_finished(self, state: BeamSearch) -> bool:
         """Returns whether the beams are leaves and every competing item is scored."""
-        return state.finished and unscored_candidate_keys(state) is None
+        return state.is_finished and unscored_candidate_keys(state) is None
 
     def propose(self, state: BeamSearch) -> Draft:
         """Returns the prefixes that fork, and in the first round those of the dense candidates."""

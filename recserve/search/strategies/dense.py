@@ -223,7 +223,7 @@ def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) ->
         part = queries.of(waiting)
         rows, cosines = index.search(part.vectors, int(depths[waiting].max()))
         usable = (rows >= 0) & (np.arange(rows.shape[1]) < depths[part.owners][:, None])
-        usable &= _allowed(rows, part.owners, requests)
+        usable &= _mask_allowed(rows, part.owners, requests)
         slates = _slates(part, rows, cosines, usable, requests)
         found |= slates
         enough = [slates[b].rows.size >= requests[b].k for b in waiting.tolist()]
@@ -247,7 +247,7 @@ def first_depth(request: SlateQuery, num_items: int) -> int:
     return max(1, min(num_items, math.ceil(wanted) + excluded))
 
 
-def _allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
+def _mask_allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
     """Returns [n, F] bool: whether the owner [n] of rows [n, F] may get them."""
     trie = requests[0].trie
     excluded = [
@@ -296,7 +296,7 @@ def _slates(
     late = _ranks(query[order]) >= queries.budgets[query[order]]
     order = order[np.lexsort((row[order], -cosine[order], late, owner[order]))]
     # 3. Choose k items per request under its caps, then sort by nearness.
-    order = order[_chosen(owner[order], row[order], requests)]
+    order = order[_choose(owner[order], row[order], requests)]
     order = order[np.lexsort((row[order], -cosine[order], owner[order]))]
     first, last = (
         np.searchsorted(owner[order], np.arange(len(requests)), side) for side in ("left", "right")
@@ -307,7 +307,7 @@ def _slates(
     }
 
 
-def _chosen(owner: np.ndarray, row: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
+def _choose(owner: np.ndarray, row: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:
     """Returns [n] bool: the first k items of each owner, or the items that its caps choose."""
     wanted = np.array([request.k for request in requests])
     chosen: np.ndarray = _ranks(owner) < wanted[owner]

@@ -62,8 +62,8 @@ class RpgStrategy(OneRoundStrategy, RecommendStrategy):
         requests = [request_of(s, SlateQuery) for s in sequences]
         log_probs = self.tables.log_probs(stacked_last_hidden(sequences))
         item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
-        widened = [replace(request, k=_wanted(request)) for request in requests]
-        # Rank keys [B, n], best first. Each request uses the first `_wanted` ones.
+        widened = [replace(request, k=_num_to_find(request)) for request in requests]
+        # Rank keys [B, n], best first. Each request uses the first `_num_to_find` ones.
         best = best_items(widened, log_probs, item_tokens, self.first_item).cpu()
         counts = (best != NOTHING).sum(1).tolist()
         rows, scores = rows_of(best).numpy(), scores_of(best).numpy()
@@ -75,7 +75,7 @@ class RpgStrategy(OneRoundStrategy, RecommendStrategy):
         return answers
 
 
-def _wanted(request: SlateQuery) -> int:
+def _num_to_find(request: SlateQuery) -> int:
     """Returns the number of items to find: k, or the beam width if caps may drop some."""
     return request.width if request.caps else request.k
 

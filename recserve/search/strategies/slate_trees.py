@@ -12,6 +12,7 @@ from torch import Tensor
 from recserve.core.finite import NotFinite
 from recserve.core.request import Continuation, Result, Slate
 from recserve.core.slate_tree import Origin, SlateTree, TracedRound
+from recserve.kernels.trie.level_search import find_keys
 from recserve.kernels.trie.trie import Trie
 from recserve.search.beam_search import BeamSearch
 from recserve.search.trie_prefixes import PrefixDraft, level_log_probs
@@ -57,7 +58,7 @@ def _traced_tree(search: BeamSearch, index: int, rows: np.ndarray) -> SlateTree:
     trie, sequence = search.trie, search.sequences[index]
     scored = [part.nodes.to(trie.device) for part in sequence.traced]
     slate = torch.unique(_paths(trie, rows))
-    nodes = torch.unique(_closed(trie, torch.cat([slate, *scored])))
+    nodes = torch.unique(_add_ancestors(trie, torch.cat([slate, *scored])))
     log_probs = _log_probs(search, index, nodes)
     others = nodes[~torch.isin(nodes, slate)]
     omitted = max(others.shape[0] - MAX_NODES, 0)
@@ -67,7 +68,7 @@ def _traced_tree(search: BeamSearch, index: int, rows: np.ndarray) -> SlateTree:
         levels = trie.levels(others)
         order = np.lexsort((levels.cpu().numpy(), -sums.cpu().numpy()))
         best = others[torch.from_numpy(order[:MAX_NODES]).to(others.device)]
-        kept = torch.unique(_closed(trie, torch.cat([slate, best])))
+        kept = torch.unique(_add_ancestors(trie, torch.cat([slate, best])))
         log_probs = log_probs[torch.searchsorted(nodes, kept)]
         omitted, nodes = nodes.shape[0] - kept.shape[0], kept
     tree = _tree(trie, nodes, rows, log_probs, sequence.traced)
@@ -116,7 +117,7 @@ def _paths(trie: Trie, rows: np.ndarray) -> Tensor:
     return trie.nodes_of_items(on_trie).long().flatten()
 
 
-def _closed(trie: Trie, nodes: Tensor) -> Tensor:
+def _add_ancestors(trie: Trie, nodes: Tensor) -> Tensor:
     """Returns nodes [n] with all nodes above them, without the empty prefix. Nodes may repeat."""
     found = [nodes]
     for _ in range(trie.num_levels):
@@ -133,7 +134,7 @@ def _log_probs(search: BeamSearch, index: int, nodes: Tensor) -> Tensor:
     trie = search.trie
     out = torch.full(nodes.shape, torch.nan, device=nodes.device)
     parents, levels = trie.parents_of(nodes).long(), trie.levels(nodes)
-    row = search.scored.find(index * trie.num_nodes + parents)
+    row = find_keys(search.scored.keys, index * trie.num_nodes + parents)
     for level in range(trie.num_levels):
         here = (levels == level + 1).nonzero().flatten()
         if level:

@@ -32,7 +32,7 @@ from recserve.core.request import Continuation, Slate, SlateQuery
 from recserve.core.sequence import SearchSequence, request_of
 from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.level_search import DEAD
+from recserve.kernels.trie.level_search import DEAD, find_keys
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
 from recserve.search.beam_search import BeamSearch, ScoredStates
@@ -41,7 +41,7 @@ from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.dense import nearest
 from recserve.search.strategies.slate_trees import trace_round, with_trees
 from recserve.search.strategy import Heads, RecommendStrategy
-from recserve.search.trie_prefixes import PrefixDraft, needed_prefixes
+from recserve.search.trie_prefixes import PrefixDraft, draft_of_keys, needed_prefixes
 
 MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
 
@@ -124,7 +124,7 @@ class SpecGRState:
     @property
     def ended(self) -> bool:
         """True when beam search, and drafting with it, is over."""
-        return not self.unfilled or self.search.finished
+        return not self.unfilled or self.search.is_finished
 
 
 class SpecGRStrategy(RecommendStrategy):
@@ -174,7 +174,7 @@ class SpecGRStrategy(RecommendStrategy):
             sequence.timing.draft_ms += (time.perf_counter() - began) * 1e3
         return state
 
-    def finished(self, state: SpecGRState) -> bool:
+    def is_finished(self, state: SpecGRState) -> bool:
         """Returns whether every request has k accepted items, or its beams are leaves."""
         return state.pending is None and state.ended
 
@@ -182,7 +182,8 @@ class SpecGRStrategy(RecommendStrategy):
         """Returns the drafted items' prefixes, and from the second round on those of the beams."""
         keys = None if state.pending is None else state.pending.keys
         if keys is not None and not state.guided:
-            return state.search.lay_out(keys, self.level_offsets)
+            search, offsets = state.search, self.level_offsets
+            return draft_of_keys(search.trie, keys, len(search.sequences), offsets, search.scored)
         return state.search.propose(self.level_offsets, keys)
 
     def verify(
@@ -211,7 +212,7 @@ class SpecGRStrategy(RecommendStrategy):
         search = state.search
         while True:
             if state.pending is not None:
-                if bool((search.scored.find(state.pending.keys) < 0).any()):
+                if bool((find_keys(search.scored.keys, state.pending.keys) < 0).any()):
                     return
                 self._verify_pending(state, state.pending)
             if state.ended:
@@ -243,7 +244,7 @@ def draft_freely(search: BeamSearch, retriever: DenseRetriever) -> DraftedItems:
     """Returns the nearest items of every request, as many as its beam width."""
     requests = [replace(request, k=request.width, caps=()) for request in search.requests]
     found = [each.rows for each in nearest(retriever, search.last_hidden, requests)]
-    return _drafted(search, np.arange(len(found)), found)
+    return _draft_items(search, np.arange(len(found)), found)
 
 
 def draft_under_beams(
@@ -277,7 +278,7 @@ def draft_under_beams(
             large, nearest(retriever, search.last_hidden[numbers], requests), strict=True
         ):
             found[i] = each.rows
-    return _drafted(search, np.array(unfilled), found)
+    return _draft_items(search, np.array(unfilled), found)
 
 
 def _open_below(search: BeamSearch, b: int, verified: np.ndarray) -> np.ndarray:
@@ -301,7 +302,7 @@ def _open_below(search: BeamSearch, b: int, verified: np.ndarray) -> np.ndarray:
     return open_
 
 
-def _drafted(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray]) -> DraftedItems:
+def _draft_items(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray]) -> DraftedItems:
     trie, device = search.trie, search.last_hidden.device
     sizes = [rows.size for rows in found]
     owners = on_device(np.repeat(numbers, sizes), device)

@@ -34,7 +34,7 @@ from recserve.search.dense_candidates import score_ready_candidates, unscored_ca
 from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.slate_trees import trace_round
 from recserve.search.strategy import Heads
-from recserve.search.trie_prefixes import PrefixDraft
+from recserve.search.trie_prefixes import PrefixDraft, draft_of_keys
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
 # The plan of a head without a calibration: it always drafts.
@@ -104,16 +104,16 @@ class SpeculativeStrategy(BeamStrategy):
 
     def propose(self, state: BeamSearch) -> Draft:
         """Returns the draft in the first round, and the unscored prefixes in an extra round."""
-        if state.unscored is not None:
-            return self._guess(state, state.unscored)
-        first = not state.finished and not state.scored.keys.shape[0]
+        if state.unscored_keys is not None:
+            return self._guess(state, state.unscored_keys)
+        first = not state.is_finished and not state.scored.keys.shape[0]
         if not first or not self._drafts(state.sequences):
             return super().propose(state)
-        drafts = self._cached(state.sequences)
+        drafts = self._cached_drafts(state.sequences)
         margins = [self.policy.plan(request).margin for request in state.requests]
         for sequence, draft, margin in zip(state.sequences, drafts, margins, strict=True):
             sequence.timing.drafted = margin > 0 or draft is not None
-        guess = self._guess(state, self._drafted(state, drafts, margins))
+        guess = self._guess(state, self._draft_keys(state, drafts, margins))
         return replace(guess, cached=any(drafts))
 
     def verify(
@@ -128,7 +128,7 @@ class SpeculativeStrategy(BeamStrategy):
         trace_round(state, draft, origin)
         state.record(draft, slots, hidden)
         score_ready_candidates(state)
-        state.unscored = None
+        state.unscored_keys = None
         if not draft.guessed:
             state.advance()
             return state
@@ -139,7 +139,7 @@ class SpeculativeStrategy(BeamStrategy):
                 cache_proof(state, found.prefixes(StateKind.KNOWN))
             state.beams = found.last
         elif state.extra_rounds < MAX_EXTRA_ROUNDS:
-            state.unscored = found.prefixes(StateKind.MISSING)
+            state.unscored_keys = found.prefixes(StateKind.MISSING)
             state.extra_rounds += 1
         else:
             state.advance()
@@ -150,7 +150,7 @@ class SpeculativeStrategy(BeamStrategy):
 
         Like the calibration, the record covers requests without filter and caps.
         """
-        cached = self._cached(state.sequences)
+        cached = self._cached_drafts(state.sequences)
         for sequence, request, draft in zip(state.sequences, state.requests, cached, strict=True):
             if sequence.timing.drafted and draft is None and is_plain(request):
                 self.policy.add(request, repairs=max(sequence.rounds - 1, 0))
@@ -159,12 +159,14 @@ class SpeculativeStrategy(BeamStrategy):
         """Returns a draft of prefixes, with those of the dense candidates."""
         if (extra := unscored_candidate_keys(state)) is not None:
             keys = torch.cat([keys, extra])
-        return replace(state.lay_out(keys, self.level_offsets), guessed=True)
+        trees = len(state.sequences)
+        draft = draft_of_keys(state.trie, keys, trees, self.level_offsets, state.scored)
+        return replace(draft, guessed=True)
 
-    def _cached(self, sequences: Seq[SearchSequence]) -> list[CachedDraft | None]:
+    def _cached_drafts(self, sequences: Seq[SearchSequence]) -> list[CachedDraft | None]:
         return cached_drafts(sequences) if self.caches else [None] * len(sequences)
 
-    def _drafted(
+    def _draft_keys(
         self, state: BeamSearch, drafts: list[CachedDraft | None], margins: list[float]
     ) -> Tensor:
         """Returns keys of cached drafts, and of head drafts for the rest."""
@@ -197,7 +199,7 @@ class SpeculativeStrategy(BeamStrategy):
 
         It does if all requests have a cached draft, or if a plan of one of them drafts.
         """
-        if all(self._cached(sequences)):
+        if all(self._cached_drafts(sequences)):
             return True
         record = self.policy.record(self.name)
         if record.paused:

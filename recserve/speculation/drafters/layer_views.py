@@ -105,7 +105,7 @@ def _drafted(batch: TreeBatch, view: LayerView) -> TreeBatch:
     if not view.moves:
         return replace(batch, prefixes=prefixes.last(view.window))
     # A row at depth d sees the last W - 1 - d committed rows: the first ones in reverse order.
-    prefixes = prefixes.last(view.window - 1).reversed()
+    prefixes = prefixes.last(view.window - 1).reverse()
     limits = (view.window - 1 - batch.tree.depths).clamp(min=0)
     limits = limits.minimum(prefixes.lengths[batch.tree.tree_ids()])
     return replace(batch, tree=replace(batch.tree, prefix_limits=limits), prefixes=prefixes)

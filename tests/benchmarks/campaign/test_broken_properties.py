@@ -168,11 +168,11 @@ def test_r13_compares_texts_of_each_rule(name, rule, tmp_path):
 
 
 def test_the_filter_oracle_agrees_with_the_filters():
-    """400 drawn filters, among them negations, combinations and ranges that end at values."""
+    """150 drawn filters, among them negations, combinations and ranges that end at values."""
     items, random = read_items(shared_bundle()), np.random.default_rng(0)
     filters = ItemFilters(Bundle.open(shared_bundle()).catalog().items)
     operators = set()
-    for _ in range(400):
+    for _ in range(150):
         tree = draw_filter(items, random)
         operators |= set(tree)
         assert filters.evaluate(tree).tolist() == [fits(row, tree) for row in items.values()]

@@ -36,7 +36,7 @@ def split(rows):
 
 
 def test_text_steps_are_measured_with_what_was_recorded(monkeypatch):
-    monkeypatch.setattr(TextStepGraphs, "_built", failing(TextStepGraphs._built, "16x8"))
+    monkeypatch.setattr(TextStepGraphs, "_build", failing(TextStepGraphs._build, "16x8"))
     monkeypatch.setattr(gpu_text, "PARAMETERS", {"greedy": gpu_text.PARAMETERS["greedy"]})
     rows, (failed,) = split(gpu_text.text_rows("cpu", True, Deadline()))
     assert "16x8" in failed["name"] and not failed["ok"] and "no room" in failed["note"]
@@ -48,7 +48,7 @@ def test_text_steps_are_measured_with_what_was_recorded(monkeypatch):
 
 
 def test_searches_are_measured_with_what_was_recorded(monkeypatch):
-    monkeypatch.setattr(BeamSearchGraphs, "_built", failing(BeamSearchGraphs._built, "nezha"))
+    monkeypatch.setattr(BeamSearchGraphs, "_build", failing(BeamSearchGraphs._build, "nezha"))
     rows, (failed,) = split(gpu_searches.search_rows("cpu", True, Deadline()))
     assert "nezha 1x10" in failed["name"] and "no room" in failed["note"]
     assert len(rows) == 5 and [row.get("replayed") for row in rows[:2]] == [15, 0]

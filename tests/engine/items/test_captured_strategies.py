@@ -13,7 +13,7 @@ from recserve.search.strategies.nezha import NezhaStrategy
 from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.search.strategy import strategy_classes
 from tests.support.device_worlds import recommending
-from tests.support.recorded_searches import assert_same, with_searches
+from tests.support.recorded_searches import SOME, assert_same, with_searches
 
 OWN = {"beam": BeamStrategy, "nezha": NezhaStrategy, "speculative": SpeculativeStrategy}
 
@@ -23,7 +23,7 @@ def world(force_kernels):
     force_kernels("torch")
     world = recommending("cpu")
     with torch.inference_mode():
-        graphs = with_searches(world, world.trie, lambda step: step)
+        graphs = with_searches(world, world.trie, lambda step: step, SOME)
     return world, graphs
 
 

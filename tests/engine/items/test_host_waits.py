@@ -11,7 +11,7 @@ from tests.support.device_worlds import ranking, recommending
 from tests.support.grids import covering, thin
 from tests.support.host_waits import RANK, WAITS, assert_waits
 from tests.support.pretend_cuda import PretendCuda
-from tests.support.recorded_searches import with_searches
+from tests.support.recorded_searches import SOME, with_searches
 
 # Recorded, a search asks nothing: what is left are a slate's rows and scores.
 RECORDED = {"read": 2}
@@ -40,7 +40,7 @@ def test_recorded_searches(strategy, variant):
         world = recommending("cuda")
         trie = world.live if variant == "live" else world.trie
         with torch.inference_mode():
-            graphs = with_searches(world, trie, lambda step: step)
+            graphs = with_searches(world, trie, lambda step: step, SOME)
         requests = world.ask(strategy, variant)
         assert_waits(device, world.engine, requests, RECORDED)
         assert graphs.counts == {"replayed": 3, "size": 0, "version": 0}

@@ -11,7 +11,7 @@ import torch
 from tests.support.device_worlds import recommending
 from tests.support.grids import covering, thin
 from tests.support.pretend_cuda import PretendCuda
-from tests.support.recorded_searches import with_searches
+from tests.support.recorded_searches import SOME, with_searches
 
 STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr")
 
@@ -57,7 +57,7 @@ def test_launched(strategy, variant, device):
 def test_replayed(strategy, variant, device):
     world = recommending("cuda")
     with torch.inference_mode():
-        graphs = with_searches(world, world.trie, lambda step: step)
+        graphs = with_searches(world, world.trie, lambda step: step, SOME)
     requests = world.ask(strategy, variant)
     times = list(stages_of(world, requests * 2))
     assert all(timing.verify_ms > 0 == timing.draft_ms for timing in times), times

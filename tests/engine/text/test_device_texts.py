@@ -39,7 +39,7 @@ def both(names, requests, pages=200):
 
 
 # Greedy texts upload least, so the others draw.
-SHOWN = ("none-everything", "medusa-greedy")
+SHOWN = ("none-everything",)
 
 
 @pytest.mark.parametrize(

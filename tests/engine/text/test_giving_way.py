@@ -18,7 +18,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import chosen, sampled
-from tests.support.recorded_steps import Counted, with_graphs
+from tests.support.recorded_steps import SHAPES, Counted, with_graphs
 from tests.support.text_engines import (
     MAKERS,
     assert_forgotten,
@@ -27,6 +27,7 @@ from tests.support.text_engines import (
     plain_texts,
     prompts,
     shared_model,
+    undrafted,
 )
 from tests.support.text_plain import TableDrafter, plain
 
@@ -163,7 +164,7 @@ def test_texts_that_give_way_stay_the_same(name, parameters, model):
 def test_texts_that_give_way_stay_the_same_in_captured_steps(parameters, model):
     """They lose their row on the device, and get their token counts back."""
     counted = Counted()
-    engine = with_graphs(model, counted)
+    engine = with_graphs(model, counted, SHAPES[:3:2])
     engine.config = replace(engine.config, max_running=2)
     disturb(engine, "none", parameters)
     assert counted.replays > 8
@@ -217,7 +218,7 @@ def test_a_cancelled_text_that_gave_way_leaves_the_queue(model):
 def test_a_late_text_that_gave_way_leaves_the_queue(model, monkeypatch):
     engine = engine_for(model, max_running=1)
     sequence = displaced(engine, deadline_s=time.monotonic() + 1e6)
-    monkeypatch.setattr(request_queue, "expired", lambda request: request is sequence.request)
+    monkeypatch.setattr(request_queue, "has_expired", lambda request: request is sequence.request)
     engine.step()
     assert not engine.queue and isinstance(sequence.future.exception(0), DeadlineExceeded)
     run_out(engine)
@@ -297,12 +298,12 @@ def full_pool(model) -> tuple[Engine, list, list[list[int]]]:
     tokens.
     """
     engine = engine_for(model, pages=30)
-    futures, wanted = [], []
+    requests = []
     for number, prompt in enumerate(prompts(8, seed=3, low=8, high=12)):
         params = SamplingParams(seed=number, max_tokens=24, presence_penalty=0.2)
-        tokens, *_ = plain(model, prompt.tolist(), params)
-        futures.append(engine.submit(TextQuery(prompt, params, group=number)))
-        wanted.append(tokens)
+        requests.append(TextQuery(prompt, params, group=number))
+    wanted = undrafted(model, requests)
+    futures = [engine.submit(request) for request in requests]
     for _ in range(6):
         engine.step()
     assert engine.schedulers["text"].kv.num_available < 3

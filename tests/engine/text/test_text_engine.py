@@ -33,6 +33,7 @@ from tests.support.text_engines import (
     prompts,
     shared_model,
     texts_by_prompt,
+    undrafted,
 )
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model, last_logits, plain
 
@@ -240,15 +241,13 @@ def test_chunked_prefill_and_prefix_cache_change_nothing(model):
 
 def test_preemption_loses_nothing(model):
     """Twelve texts that need three times the pages there are."""
-    requests, wanted = [], []
-    texts = {}
+    requests = []
     for number, prompt in enumerate(prompts(12, seed=3, low=5, high=12)):
-        params = SamplingParams(seed=number, max_tokens=30, temperature=1.1, presence_penalty=0.2)
-        tokens, *_ = plain(model, prompt.tolist(), params)
-        texts[tuple(prompt.tolist())] = tokens
+        params = SamplingParams(seed=number, max_tokens=20, temperature=1.1, presence_penalty=0.2)
         kind = "table" if number % 2 else "none"
         requests.append(TextQuery(prompt, params, Speculation(kind), priority=number % 3))
-        wanted.append(tokens)
+    wanted = undrafted(model, requests)
+    texts = {tuple(r.prompt.tolist()): t for r, t in zip(requests, wanted, strict=True)}
     drafter = TableDrafter("mixed", texts)
     engine = engine_for(model, pages=30, drafters={"table": drafter})
     scheduler = engine.schedulers["text"]
@@ -433,8 +432,9 @@ def test_soak_with_cancels(count, model):
     assert not engine.schedulers["text"].preempted and set(drafter.forgotten)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("kind", ["none", "right", "tree"])
+@pytest.mark.parametrize(
+    "kind,packed", covering(("none", "right", "tree"), {"plain": False, "packed": True})
+)
 def test_stories(kind, packed):
     """The reference checkpoint writes its known text."""
     folder = reference("stories260k")

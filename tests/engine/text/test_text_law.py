@@ -81,11 +81,11 @@ class DrawingDrafter(Drafter):
     [
         pytest.param("sample", "chain", marks=pytest.mark.slow),
         ("rejection", "chain"),
-        ("block", "chain"),
+        pytest.param("block", "chain", marks=pytest.mark.slow),
         pytest.param("multi_step", "chain", marks=pytest.mark.slow),
         pytest.param("multi_step", "independent", marks=pytest.mark.slow),
         ("multi_step", "distinct"),
-        ("rejection", "lying"),
+        pytest.param("rejection", "lying", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("texts", [300, pytest.param(2000, marks=pytest.mark.slow)])

@@ -182,7 +182,7 @@ def test_a_late_request_leaves_between_two_steps(stepped, monkeypatch):
         engine.step()
     computed = len(sizes)
     assert computed == 4 and not late.done()
-    monkeypatch.setattr(scheduler_module, "expired", lambda request: True)
+    monkeypatch.setattr(scheduler_module, "has_expired", lambda request: True)
     assert not engine.step()
     assert isinstance(late.exception(0), DeadlineExceeded) and len(sizes) == computed
     assert_all_pages_free(engine)

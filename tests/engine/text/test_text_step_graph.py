@@ -26,6 +26,7 @@ from tests.support.text_engines import (
     prompts,
     shared_model,
     texts_by_prompt,
+    undrafted,
 )
 from tests.support.text_plain import TableDrafter, drawn_model, plain
 
@@ -82,7 +83,7 @@ def test_paths_that_fork_are_moved(model, expected):
     """The right path lies behind wrong siblings, so that every step must move it."""
     prompt = prompts(8)[2]
     params, tokens, *_ = expected["warm", 2]
-    engine = with_graphs(model, Counted())
+    engine = with_graphs(model, Counted(), SHAPES[3:])
     engine.drafters["table"] = TableDrafter("tree", {tuple(prompt.tolist()): tokens})
     scheduler = engine.schedulers["text"]
     moved = []
@@ -130,7 +131,7 @@ def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
     """
     counted, prompt, texts = Counted(), prompts(8)[2], []
     request = TextQuery(prompt, SamplingParams(1.0, max_tokens=9), Speculation("table", rule))
-    for engine in (with_graphs(model, counted), engine_for(model)):
+    for engine in (with_graphs(model, counted, SHAPES[1:2]), engine_for(model)):
         engine.drafters["table"] = TableDrafter("right", {tuple(prompt.tolist()): [1] * 40})
         texts.append(engine.run(request).tokens.tolist())
     assert texts[0] == texts[1] and counted.replays > 3
@@ -138,17 +139,16 @@ def test_other_rules_judge_chosen_drafts_in_a_record(rule, model):
 
 def test_preemption_keeps_rows_and_counts(model):
     """Preempted texts lose their row and their place among the counts, and get others."""
-    engine = with_graphs(model, Counted(), pages=30)
+    engine = with_graphs(model, Counted(), SHAPES[2:], pages=30)
     scheduler = engine.schedulers["text"]
-    requests, wanted, texts = [], [], {}
+    requests = []
     for number, prompt in enumerate(prompts(12, seed=3, low=5, high=12)):
         params = SamplingParams(
-            seed=number, max_tokens=30, temperature=1.1, presence_penalty=0.2, frequency_penalty=0.1
+            seed=number, max_tokens=20, temperature=1.1, presence_penalty=0.2, frequency_penalty=0.1
         )
-        tokens, *_ = plain(model, prompt.tolist(), params)
-        texts[tuple(prompt.tolist())] = tokens
         requests.append(TextQuery(prompt, params, Speculation("table"), priority=number % 3))
-        wanted.append(tokens)
+    wanted = undrafted(model, requests)
+    texts = {tuple(r.prompt.tolist()): t for r, t in zip(requests, wanted, strict=True)}
     engine.drafters["table"] = TableDrafter("mixed", texts)
     futures, most = [engine.submit(request) for request in requests], 0
     while engine.step():

@@ -517,7 +517,7 @@ def test_pages_list_every_user_with_a_prefix(store: HistoryStore, limit: int) ->
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_pages_miss_nobody_while_the_database_changes(store: HistoryStore, grows: bool) -> None:
-    stay, come_and_go = [[f"{name}{n:04d}" for n in range(600)] for name in "ab"]
+    stay, come_and_go = [[f"{name}{n:04d}" for n in range(300)] for name in "ab"]
     store.append_many({user: [event(1)] for user in (stay if grows else stay + come_and_go)})
     found: set[str] = set()
     after: str | None = None

@@ -50,11 +50,11 @@ def test_an_item_that_does_not_find_itself_loses_its_last_neighbour():
 
 def test_short_vectors_and_an_inverted_file_miss_little(monkeypatch):
     """Wide code embeddings cut to an eighth, and an index that reads a part of its lists."""
-    codes, books = catalogue(4000, sizes=(16,) * 8, dim=64)
+    codes, books = catalogue(2000, sizes=(16,) * 8, dim=64)
     monkeypatch.setattr(item_graph, "SHORT_DIM", 96)
     monkeypatch.setattr(item_graph, "EXACT_ITEMS", 100)
     links = link_items(codes, books, 10)
-    total = np.zeros((4000, 4000), dtype=np.float32)
+    total = np.zeros((2000, 2000), dtype=np.float32)
     for level, book in enumerate(books):
         unit = book / np.linalg.norm(book, axis=1, keepdims=True)
         total += (unit @ unit.T)[codes[:, level][:, None], codes[:, level]]
@@ -62,7 +62,7 @@ def test_short_vectors_and_an_inverted_file_miss_little(monkeypatch):
     best = np.argsort(-total, axis=1)[:, :10]
     shared = [len(set(a) & set(b)) / 10 for a, b in zip(best, links.neighbours, strict=True)]
     assert np.mean(shared) > 0.6
-    assert (links.neighbours != np.arange(4000)[:, None]).all()
+    assert (links.neighbours != np.arange(2000)[:, None]).all()
 
 
 def test_one_item_has_no_neighbour():

@@ -7,6 +7,7 @@ import pytest
 
 from recserve.features.tables.arrays import are_among
 from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
+from tests.support.grids import covering
 
 DIM = 8
 
@@ -44,8 +45,9 @@ def check(index: VersionIndex, num_rows: int, gone: np.ndarray) -> None:
     np.testing.assert_allclose(scores, np.take_along_axis(exact, best, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize("flat_below", [60, 200, 5000], ids=["lists", "lists-later", "flat"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed,flat_below", covering(range(4), {"lists": 60, "lists-later": 200, "flat": 5000})
+)
 def test_through_changes_and_folds_it_finds_what_sorting_finds(seed, flat_below):
     """Rows come, go and come back; now and then a fold; earlier versions stay what they were."""
     draw = np.random.default_rng(seed)

@@ -77,14 +77,14 @@ def test_a_token_does_not_depend_on_the_draft():
 
 
 def test_rejection_gives_the_target_distribution():
-    """First token of 1,500 walks over drawn drafts against p; chi-square, 5 tokens, alpha = 1e-6
+    """First token of 1,000 walks over drawn drafts against p; chi-square, 5 tokens, alpha = 1e-6
     (quantile 33.4), for one child and for three.
     """
     g = torch.Generator().manual_seed(1)
     p, q = torch.rand(2, 5, generator=g).softmax(-1) ** 2
     p, q = p / p.sum(), q / q.sum()
     for children in (1, 3):
-        counts, kept, trials = torch.zeros(5, dtype=torch.float64), 0, 1500
+        counts, kept, trials = torch.zeros(5, dtype=torch.float64), 0, 1000
         tokens = torch.multinomial(q.expand(trials, 5), children, replacement=True, generator=g)
         for start in range(0, trials, 500):
             parents = torch.tensor([-1] + [0] * children)

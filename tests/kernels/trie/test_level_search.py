@@ -157,10 +157,10 @@ def test_triton_matches_torch(codes, form, blocks, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(2**62))
     for level, width in enumerate(trie.widths):
-        nodes, log_probs, logits = draw_level(trie, level, 2, 9, seed=level)
+        nodes, log_probs, logits = draw_level(trie, level, 2, 5, seed=level)
         allowed, excluded = draw_filters(trie, 2, seed=level)
         options = options_of(form, trie, logits, allowed, excluded)
-        query = ChildQuery(nodes, log_probs, logits, width, 12, **options)
+        query = ChildQuery(nodes, log_probs, logits, width, 7, **options)
         expected = best_children_reference(trie, query)
         got = triton_topk.best_children(trie, query)
         torch.testing.assert_close(got.log_probs, expected.log_probs)

@@ -91,7 +91,7 @@ def drawn_tensors(draw: st.DrawFn) -> tuple[list[dict], list[bool]]:
     return inputs, draw(st.lists(st.booleans(), min_size=size, max_size=size))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(drawn_tensors())
 def test_drawn_tensors_have_the_values_of_their_json_form(drawn):
     inputs, binary = drawn
@@ -163,7 +163,7 @@ def test_requests_of_mixed_forms_have_the_answers_of_json(server):
     """Inputs and outputs are in bytes or in JSON, drawn one by one; strategies are as well."""
     rng = random.Random(7)
     items = [f"item{number:06d}" for number in range(30)]
-    for turn in range(40):
+    for turn in range(16):
         rows, width = rng.randint(1, 4), rng.randint(1, 5)
         matrix = [rng.choice((*items, "", "ünknown")) for _ in range(rows * width)]
         matrix[::width] = rng.choices(items, k=rows)

@@ -77,16 +77,16 @@ def test_every_filter_equals_a_plain_loop(drawn):
     folder, rows = drawn
     draw = random.Random(2)
     with live(opened(folder)) as client:
-        assert_equals_the_loop(client, rows, 3, 25)
+        assert_equals_the_loop(client, rows, 3, 12)
         some, new = draw.sample(sorted(rows), 30), [f"new{n}" for n in range(10)]
         values = draw_rows(draw, STORED, len(some + new))
         puts = [{"item_id": i, "attributes": v} for i, v in zip(some + new, values, strict=True)]
         answer = send(client, "PUT", "/v1/items", {"items": puts})
         assert answer.status_code == 200 and answer.json()["rejected"] == [], answer.text
         rows = {**rows, **dict(zip(some + new, values, strict=True))}
-        assert_equals_the_loop(client, rows, 4, 25)
+        assert_equals_the_loop(client, rows, 4, 12)
     with live(opened(folder)) as client:
-        assert_equals_the_loop(client, rows, 5, 15)
+        assert_equals_the_loop(client, rows, 5, 8)
 
 
 def test_numbers_of_a_body_do_not_pass_through_a_double(drawn, tmp_path):

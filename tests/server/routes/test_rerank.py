@@ -220,7 +220,7 @@ def test_no_body_is_an_internal_error(server, path):
         good = {"query": [1], "items": ["a", [2]], "label_token_ids": [3], "apply_softmax": True}
     values = [None, True, -1, 0, 2, 10**30, 1.5, "", "x", [], [[]], [""], [1], ["a"], {}, {"a": 1}]
     statuses = set()
-    for _ in range(100):
+    for _ in range(50):
         body = {**good, rng.choice([*good, "model", "timeout_ms"]): rng.choice(values)}
         answer = server.post(path, json=body)
         assert answer.status_code in (200, 404, 422, 504), (answer.text, body)

@@ -1,6 +1,7 @@
 """The slate log: what it holds, what a crash loses, bounds, deletion, and the joined table."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,7 +213,25 @@ while True:
 """
 
 
-@pytest.mark.parametrize("lines", [pytest.param(1, marks=pytest.mark.slow), 60])
+def test_every_visible_file_is_complete(tmp_path):
+    """In copies that are made while the log is written, which is what a kill leaves."""
+    log, number = opened(tmp_path / "log", rotate_s=0.02), 0
+    for copy in range(4):
+        before = log.counts.rows["slates"]
+        while log.counts.rows["slates"] == before:
+            log.slate("u1", slate(number), SIGNER)
+            number += 1
+            time.sleep(0.001)
+        written = log.counts.rows["slates"]
+        visible = shutil.ignore_patterns(".*")
+        left = shutil.copytree(tmp_path / "log", tmp_path / f"left-{copy}", ignore=visible)
+        assert read_log(left, "slates").num_rows >= written
+    log.close()
+    assert read_log(tmp_path / "log", "slates").num_rows == number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [1, 60])
 def test_a_killed_process_loses_the_buffer_only(tmp_path, lines):
     script = CRASHING.format(root=str(ROOT), folder=str(tmp_path / "log"))
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT)

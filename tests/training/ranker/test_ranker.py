@@ -129,7 +129,7 @@ def score(model, batch: RankingBatch) -> torch.Tensor:
 
 
 def test_training_batch_leaks_nothing() -> None:
-    log = topic_log()
+    log = topic_log(120)
     data = make_data(log)
     owned = [
         set(rows.tolist()) for rows in np.split(data.train.item_rows, data.train.offsets[1:-1])

@@ -222,7 +222,7 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
         assert service.versions()["model_version"] != version
         shares = {}
         for mix in ({"repin": 2.0}, {"click": 1.0}, {"repin": 3.0, "click": 3.0}):
-            histories = [[ids[n], ids[300 + n], ids[20 + n // 2]] for n in range(0, 40, 2)]
+            histories = [[ids[n], ids[300 + n], ids[20 + n // 2]] for n in range(0, 40, 4)]
             bodies = [RecommendRequest(history=h, k=10, outcome=mix) for h in histories]
             answers = [service.recommend(body) for body in bodies]
             assert {answer.strategy for answer in answers} == {"dense"}

@@ -1,6 +1,7 @@
 """Boost tuning: each model learns what the earlier ones miss, and the set drafts losslessly."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from recserve.training.text.drafters.boost import (
 from recserve.training.text.language_model import LanguageRecipe
 from tests.support.drafter_training import write_rows
 from tests.support.paths import reference
+from tests.support.shared_folders import shared_folder
 
 WINDOW, ROWS, CUT, SPAN = 32, 160, 140, 3
 OPTIONS = TrainOptions(device="cpu", precision="float32")
@@ -50,10 +52,16 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def texts(target) -> tuple[np.ndarray, np.ndarray]:
+def texts() -> tuple[np.ndarray, np.ndarray]:
     """What the target writes by itself, for training and validation."""
-    tokens = write_rows(target, torch.ones(ROWS, dtype=torch.int64), WINDOW, 0.5)
-    return tokens[:CUT].flatten().numpy(), tokens[CUT:].flatten().numpy()
+    tokens = np.load(shared_folder("boost-texts", write_texts) / "tokens.npy")
+    return tokens[:CUT].flatten(), tokens[CUT:].flatten()
+
+
+def write_texts(folder: Path) -> None:
+    model = load_language_model(reference("stories260k"), torch.float32)
+    tokens = write_rows(model, torch.ones(ROWS, dtype=torch.int64), WINDOW, 0.5)
+    np.save(folder / "tokens.npy", tokens.numpy())
 
 
 def test_chains_and_samples_equal_a_loop():
@@ -187,7 +195,8 @@ def test_an_older_draft_model_is_the_start(target, texts, tmp_path):
         train_boost(target, *texts, tmp_path / "no", healing, other)
 
 
-def test_a_text_without_a_window_is_refused(target, texts, tmp_path):
+def test_a_text_without_a_window_is_refused(target, tmp_path):
+    tokens = np.ones(4 * WINDOW, np.int64)
     with pytest.raises(ValueError, match=f"more than a window of {WINDOW}"):
-        train_boost(target, texts[0], texts[1][:WINDOW], tmp_path, OPTIONS, RECIPE)
+        train_boost(target, tokens, tokens[:WINDOW], tmp_path, OPTIONS, RECIPE)
     assert not list(tmp_path.iterdir())
