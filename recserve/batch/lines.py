@@ -26,10 +26,19 @@ from recserve.batch.texts import (
     text_call,
 )
 from recserve.batch.together import NoAnswer
+from recserve.core.errors import TooManyQueries
 from recserve.engine.scheduler import RequestTooLarge
-from recserve.schemas.items import ErrorDetail, ErrorResponse, InvalidRequest
+from recserve.schemas.items import (
+    ErrorDetail,
+    ErrorResponse,
+    InvalidRequest,
+    MissingField,
+    UnknownField,
+    UnsupportedField,
+)
 from recserve.schemas.validation import converted
-from recserve.service.errors import ContextExceeded, UnknownModel
+from recserve.service.errors import ContextExceeded, UnfitRule, UnknownModel
+from recserve.speculation.verifier import UnfitDraft
 
 INVALID = "invalid_request_error"
 
@@ -131,8 +140,14 @@ STATUSES: tuple[tuple[type[Exception], int, str, str], ...] = (
     (MalformedLine, 400, INVALID, "malformed_body"),
     (UnknownModel, 404, "not_found_error", "unknown_model"),
     (ContextExceeded, 422, INVALID, "context_length_exceeded"),
+    (UnknownField, 422, INVALID, "unknown_field"),
+    (MissingField, 422, INVALID, "missing_field"),
+    (UnsupportedField, 422, INVALID, "unsupported"),
+    (UnfitRule, 422, INVALID, "unfit_draft"),
+    (UnfitDraft, 422, INVALID, "unfit_draft"),
     (InvalidRequest, 422, INVALID, "out_of_range"),
     (RequestTooLarge, 422, INVALID, "request_too_large"),
+    (TooManyQueries, 422, INVALID, "request_too_large"),
     (NoAnswer, 500, "server_error", "internal"),
     (ValueError, 422, INVALID, "out_of_range"),
 )

@@ -172,7 +172,10 @@ def _table(path: Path, name: str) -> InputFile:
         with pq.ParquetFile(path) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
-        raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
+        raise SchemaError(
+            f"{path}: not a readable Parquet file ({error}); files of JSON lines end with "
+            f"{' or '.join(LINE_SUFFIXES)} and are not compressed"
+        ) from error
     repeated = sorted({column for column in schema.names if schema.names.count(column) > 1})
     if repeated:
         raise SchemaError(f"{path}: column {repeated[0]} appears more than once")

@@ -211,6 +211,11 @@ def _tokens(file: str, name: str, value: object, vocab_size: int) -> tuple[int, 
 
 
 ROPE_TYPES = ("default", "mrope", "linear", "llama3", "yarn", "longrope")
+# Fields that do not scale: those of the types `default` and `mrope`.
+UNSCALED = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+    *("mrope_section", "mrope_interleaved"),
+)
 ROPE_FIELDS = (
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale"),
@@ -243,9 +248,16 @@ def _rope(
                 f"config.json: partial_rotary_factor is {share!r}; only 1.0 is computed here"
             )
     theta = _positive(rope, "rope_theta", _positive(fields, "rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_kind(rope)
     # mrope gives each part of a head another position of an image. Texts have one position.
     if kind in ("default", "mrope"):
+        for name, value in rope.items():
+            if name not in UNSCALED and value is not None and (name, value) != ("factor", 1):
+                raise UnsupportedModel(
+                    f"config.json: {name} is {value!r:.80} beside rope_type "
+                    f"{rope.get('rope_type', rope.get('type'))!r}, which does not scale; "
+                    f"choose one of {list(ROPE_TYPES)} as rope_type, or remove {name}"
+                )
         return theta, None
     if kind == "dynamic":
         raise UnsupportedModel(
@@ -294,9 +306,27 @@ def _rope(
     )
 
 
+def _rope_kind(rope: dict[str, Any]) -> Any:
+    """Returns the type of a scaling, which has two names.
+
+    Raises:
+        UnsupportedModel: If both names are there and differ. Models for images write `mrope` and
+            `default`, which are the same for texts.
+    """
+    kinds = [rope[name] for name in ("rope_type", "type") if name in rope]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        if any(kind not in ("default", "mrope") for kind in kinds):
+            raise UnsupportedModel(
+                f"config.json: rope_type is {kinds[0]!r:.60} and type is {kinds[1]!r:.60}; "
+                "remove the wrong one"
+            )
+        return "mrope"
+    return kinds[0] if kinds else "default"
+
+
 def _rope_key(rope: dict[str, Any]) -> str:
     """Returns what two descriptions of the same positions have in common."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _rope_kind(rope)
     kind = "default" if kind == "mrope" else kind
     apart = ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
     rest = {name: value for name, value in rope.items() if name not in apart and value is not None}

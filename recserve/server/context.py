@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette._utils import get_route_path
@@ -61,6 +62,7 @@ Text = TypeVar("Text", bound=TextRequest)
 BeginTexts = Callable[[Text, str, float, Listener], PendingTexts]
 SCOPE_KEY = "recserve.context"
 DEADLINE_HEADER = "x-deadline-ms"
+SURROGATES = "surrogateescape"  # reads bytes of an address that are not UTF-8, for `check_utf8`
 # The engine itself ends late requests. A route waits this much longer for the engine's error.
 GRACE_S = 0.05
 GONE = "the client closed the connection"
@@ -254,10 +256,12 @@ class RequestContext:
         """Converts the parameters of the URL to a message type.
 
         Raises:
-            InvalidRequest: If a parameter is unknown, out of range or given twice.
+            InvalidRequest: If a parameter is unknown, out of range, given twice or not UTF-8.
         """
         given: dict[str, Any] = {}
-        for name, value in self.request.query_params.multi_items():
+        text = self.request.scope["query_string"].decode("utf-8", SURROGATES)
+        for name, value in parse_qsl(text, keep_blank_values=True, errors=SURROGATES):
+            check_utf8(name, value)
             if name in given:
                 one = "one value with commas between its parts" if name in LISTS else "one value"
                 raise InvalidRequest(name[:64], f"expected {one}, got several")
@@ -530,3 +534,24 @@ def context_of(scope: Scope) -> RequestContext:
     """Returns the context that the middleware put into the scope."""
     context: RequestContext = scope[SCOPE_KEY]
     return context
+
+
+def check_utf8(name: str, value: str) -> str:
+    """Returns a parameter of an address.
+
+    Args:
+        name: Name of the parameter.
+        value: Text read with `SURROGATES`.
+
+    Raises:
+        InvalidRequest: If name or value are not UTF-8.
+    """
+    for text in (name, value):
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                place = ascii(text[:64].encode("utf-8", SURROGATES))[1:]
+                param = name[:64].encode("ascii", "replace").decode()
+                raise InvalidRequest(param, f"expected UTF-8 in the address, got {place}") from None
+    return value

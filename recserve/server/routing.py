@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from recserve.schemas.api import OPERATIONS, Operation
 from recserve.schemas.numbers import ENCODER
-from recserve.server.context import RequestContext, context_of
+from recserve.server.context import SURROGATES, RequestContext, check_utf8, context_of
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -48,7 +48,7 @@ class Handler:
     async def answer(self, context: RequestContext, operation: Operation[Any, Any]) -> Response:
         """Returns the response of a request."""
         arguments: dict[str, Any] = {
-            name: context.parameters[name] for name in operation.parameters
+            name: check_utf8(name, context.parameters[name]) for name in operation.parameters
         }
         if self.read is not None:
             arguments["body"] = await self.read(context)
@@ -248,7 +248,8 @@ class Routes:
             return literal, {}
         raw: bytes = b"" if scope.get("root_path") else scope.get("raw_path") or b""
         raw = raw or quote(path).encode()
-        segments = [unquote(part) for part in raw.decode("latin-1")[1:].split("/")]
+        parts = raw.decode("utf-8", SURROGATES)[1:].split("/")
+        segments = [unquote(part, errors=SURROGATES) for part in parts]
         if segments[-1] == "":
             bare = [*segments]
             while bare and bare[-1] == "":

@@ -102,11 +102,16 @@ def ranking_requests(body: InferRequest) -> list[RankRequest]:
     ]
 
 
+def num_candidates(body: InferRequest) -> int:
+    """Returns the candidates of a row of a request that `ranking_requests` accepts."""
+    return next(tensor.shape[1] for tensor in body.inputs if tensor.name == CANDIDATES)
+
+
 def slate_tensors(
     requests: Sequence[RecommendRequest], answers: Sequence[RecommendResponse]
 ) -> list[OutputTensor]:
-    """Returns slates as tensors; rows that are shorter than the longest are padded."""
-    width = max(len(answer.items) for answer in answers)
+    """Returns slates as tensors of k items; rows of shorter slates are padded."""
+    width = requests[0].k
     columns: dict[str, tuple[str, list[Any], Any]] = {
         "item_id": ("BYTES", [[i.item_id for i in a.items] for a in answers], PAD),
         "score": ("FP32", [[i.score for i in a.items] for a in answers], None),
@@ -118,10 +123,14 @@ def slate_tensors(
 
 
 def ranking_tensors(
-    requests: Sequence[RankRequest], answers: Sequence[RankResponse]
+    requests: Sequence[RankRequest], answers: Sequence[RankResponse], width: int
 ) -> list[OutputTensor]:
-    """Returns rankings as tensors in the order of the candidates; unknown items have no score."""
-    width = max(len(request.candidates) for request in requests)
+    """Returns rankings as tensors in the order of the candidates; unknown items have no score.
+
+    Args:
+        requests, answers: One for each row.
+        width: Candidates of a row, padding included.
+    """
     tasks = list(answers[0].items[0].scores) if answers[0].items else []
     tasks += [t for a in answers for i in a.items[:1] for t in i.scores if t not in tasks]
     scores: dict[str, list[list[float | None]]] = {task: [] for task in tasks}
@@ -250,12 +259,25 @@ def _rows_of(lengths: Sequence[int | None]) -> str:
 
 
 def _texts(tensor: InferTensor) -> list[list[str]]:
-    """Returns the rows of a matrix of texts without padding."""
+    """Returns the rows of a matrix of texts without the padding at their ends.
+
+    Raises:
+        InvalidRequest: If a text follows padding, which would move to another place.
+    """
     if len(tensor.shape) != 2:
         raise InvalidRequest(f"inputs.{tensor.name}.shape", "expected two dimensions, got one")
     flat, (count, width) = _flat(tensor), tensor.shape
     texts = [_text(tensor, value) for value in flat]
-    return [[t for t in texts[r * width : (r + 1) * width] if t != PAD] for r in range(count)]
+    rows = [texts[r * width : (r + 1) * width] for r in range(count)]
+    for place, row in enumerate(rows):
+        size = row.index(PAD) if PAD in row else width
+        if any(text != PAD for text in row[size:]):
+            raise InvalidRequest(
+                f"inputs.{tensor.name}.data",
+                f"expected {PAD!r} at the end of a row only, got it at {size} of row {place}",
+            )
+        del row[size:]
+    return rows
 
 
 def _text(tensor: InferTensor, value: Any) -> str:

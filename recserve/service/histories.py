@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 from msgspec import structs
 
-from recserve.bounds import MAX_ID_LENGTH, MIN_TIME_US
+from recserve.bounds import MAX_ID_LENGTH, MIN_TIME_US, format_time
 from recserve.bundle.bundle import EVENTS, Bundle
 from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog import item_key
@@ -35,6 +35,7 @@ from recserve.features.history.history import (
     mark_id,
     user_key,
 )
+from recserve.features.history.type_names import EVENT_TYPES
 from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import (
@@ -415,7 +416,8 @@ class EventChanges:
         kind = self.types.number(event.type) if event.type is not None else 0
         time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
         value = self.default_value if event.value is None else event.value
-        return StoredEvent(item_key(event.item_id), time_us, _key(event), kind, value)
+        key = _key(event, time_us, event.type or EVENT_TYPES[0])
+        return StoredEvent(item_key(event.item_id), time_us, key, kind, value)
 
     def _time_us(self, text: str) -> int:
         try:
@@ -434,17 +436,18 @@ class EventChanges:
         return time_us
 
 
-def _key(event: EventInput) -> int:
+def _key(event: EventInput, time_us: int, kind: str) -> int:
     """Returns the key by which the store finds duplicates.
 
-    The key comes from the event id if there is one, else from the content. An event without id and
-    timestamp gets a random key, so it is never a duplicate.
+    The key comes from the event id if there is one, else from item, time and type, however the
+    request writes them. An event without id and timestamp gets a random key, so it is never a
+    duplicate.
     """
     if event.event_id is not None:
         return event_key(event.event_id)
     if event.timestamp is None:
         return secrets.randbits(64)
-    return event_key(f"{event.item_id}\0{event.timestamp}\0{event.type}")
+    return event_key(f"{event.item_id}\0{format_time(time_us)}\0{kind}")
 
 
 def _check_user(param: str, user_id: str) -> None:

@@ -173,6 +173,19 @@ class ItemService(ABC, Generic[B, A]):
         """Checks a request and makes its queries. Raises InvalidRequest."""
 
 
+def earlier_deadline(timeout_ms: int | None, deadline_s: float | None = None) -> float | None:
+    """Returns the earlier deadline of a timeout that begins now and another one.
+
+    Args:
+        timeout_ms: The timeout; None means no timeout.
+        deadline_s: time.monotonic() value of the other deadline; None means no deadline.
+    """
+    if timeout_ms is None:
+        return deadline_s
+    own_s = time.monotonic() + timeout_ms / 1e3
+    return own_s if deadline_s is None else min(own_s, deadline_s)
+
+
 def fail_with(error: Exception) -> Pending[A]:
     """Returns a pending answer that raises an error."""
 

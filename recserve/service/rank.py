@@ -23,7 +23,14 @@ from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_all
+from recserve.service.pending import (
+    ItemCall,
+    ItemService,
+    Pending,
+    Prepared,
+    begin_all,
+    earlier_deadline,
+)
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
 
@@ -62,6 +69,8 @@ class RankService(ItemService[RankRequest, RankResponse]):
     ) -> list[Pending[RankResponse]]:
         """Starts the rankings of a batch, in order.
 
+        A ranking with a `timeout_ms` of its own ends at this or at the deadline of the batch.
+
         Returns:
             One pending answer per ranking. An invalid request yields its error as the answer.
 
@@ -75,7 +84,8 @@ class RankService(ItemService[RankRequest, RankResponse]):
         for index, one in enumerate(body.requests):
             name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
             try:
-                prepared = self._prepare(one, name, deadline_s)
+                own_s = earlier_deadline(one.timeout_ms, deadline_s)
+                prepared = self._prepare(one, name, own_s)
                 for query in prepared.queries:
                     self._engine.check(query)
                 answers.append(prepared)

@@ -68,6 +68,7 @@ from recserve.service.model_loader import (
     resolve_device,
 )
 from recserve.service.options import ServiceOptions
+from recserve.service.pending import earlier_deadline
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
@@ -341,11 +342,14 @@ class Service:
             QueueFull: If the queue of the engine is full.
             ServiceClosed: If the service is closed.
         """
-        return self.recommender.begin(check_body(body, RecommendRequest)).wait()
+        checked = check_body(body, RecommendRequest)
+        deadline_s = earlier_deadline(checked.timeout_ms)
+        return self.recommender.begin(checked, deadline_s=deadline_s).wait()
 
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `recommend`."""
-        return self.ranker.begin(check_body(body, RankRequest)).wait()
+        checked = check_body(body, RankRequest)
+        return self.ranker.begin(checked, deadline_s=earlier_deadline(checked.timeout_ms)).wait()
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
@@ -438,7 +442,9 @@ class Service:
         return {"users": users, "items": items}
 
     def gauges(self) -> Gauges:
-        """Returns the metrics of the engine for Prometheus."""
+        """Returns the metrics of the engine for Prometheus; none of an engine without models."""
+        if not self.engine.schedulers:
+            return Gauges()
         illegal = 0 if self._recommender is None else self._recommender.illegal_items
         return gauges_of(self.engine.stats(), illegal)
 

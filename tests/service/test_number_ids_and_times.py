@@ -371,3 +371,26 @@ def test_shown_at_counts_from_1970_in_any_unit(service: Service) -> None:
     same = [after, after * 10**3, after * US, after * 10**9, float(after), "2023-11-14T22:13:30Z"]
     assert len({score(moment) for moment in same}) == 1
     assert score(before) != score(after)
+
+
+@given(ids=st.lists(st.integers(0, NUM_ITEMS - 1), min_size=1, max_size=5), data=st.data())
+@EXAMPLES
+def test_a_filter_reads_numbers_in_the_place_of_item_ids(
+    service: Service, client: httpx.Client, ids: list[int], data: Any
+) -> None:
+    """Integers, whole floats and digits name the same items, and an unknown one gives a hint."""
+    forms = [data.draw(st.sampled_from([number, float(number), str(number)])) for number in ids]
+    tree = {"in": ["item_id", forms]} if len(forms) > 1 else {"eq": ["item_id", forms[0]]}
+    body = {"strategy": "latest", "k": NUM_ITEMS, "filter": tree}
+    for said in (
+        client.post("/v1/recommend", json=body).json()["items"],
+        [{"item_id": item.item_id} for item in service.recommend(body).items],
+    ):
+        assert {item["item_id"] for item in said} == {str(number) for number in ids}
+    unknown = {**body, "filter": {"not": {"eq": ["item_id", NUM_ITEMS + 7]}}}
+    hints = client.post("/v1/recommend", json=unknown).json()["filter_hints"]
+    assert any(f'no item has "{NUM_ITEMS + 7}"' in hint for hint in hints)
+    for wrong in (True, 7.5, None):
+        tree = {"eq": ["item_id", wrong]}
+        said = client.post("/v1/recommend", json={**body, "filter": tree})
+        assert said.status_code == 422

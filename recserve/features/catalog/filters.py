@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from recserve.bounds import id_of_number
 from recserve.features.catalog.filter_columns import (
     FilterColumn,
     is_usable,
@@ -187,7 +188,7 @@ class ItemFilters:
         try:
             if operator == "range":
                 return column.within(*operand[1:])
-            return column.equal(operand[1] if operator == "in" else operand[1:])
+            return column.equal(_literals(operator, operand))
         except ValueError as error:
             raise FilterError(here, f"field {operand[0]} {error}") from None
 
@@ -217,6 +218,14 @@ def equal_values(tree: Any) -> dict[str, list[Any]]:
         elif operator in ("and", "or"):
             trees += reversed(operand)
         elif operator != "range":
-            values = operand[1] if operator == "in" else operand[1:]
+            values = _literals(operator, operand)
             literals.setdefault(operand[0], {}).update(dict.fromkeys(values))
     return {name: list(values) for name, values in literals.items()}
+
+
+def _literals(operator: str, operand: list[Any]) -> list[Any]:
+    """Returns the values of an `eq` or `in`; a number in the place of an item id is its digits."""
+    values: list[Any] = operand[1] if operator == "in" else operand[1:]
+    if operand[0] != ITEM_ID:
+        return values
+    return [value if (text := id_of_number(value)) is None else text for value in values]

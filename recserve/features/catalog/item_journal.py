@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 
 from recserve.features.catalog.item_records import ItemRecord
@@ -164,7 +165,8 @@ def _format_line(change_set: ChangeSet) -> bytes:
         fields["put"] = [_change_fields(change) for change in change_set.changes]
     if change_set.hidden:
         fields["hide"] = list(change_set.hidden)
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=str).encode()
+    plain = msgspec.to_builtins  # decimals, bytes and durations as texts
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=plain).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from recserve.bounds import format_time
+from recserve.features.catalog.filter_columns import short_form
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.item_times import NO_END, NO_START, NOT_ADDED
 from recserve.features.tables.arrays import GrowableArray
-from recserve.features.tables.attribute_values import parse_value, plain_type, record_column
+from recserve.features.tables.attribute_values import has_json_form, parse_value, record_column
 from recserve.features.tables.items import (
     AVAILABLE_FROM,
     EXPIRES_AT,
@@ -189,7 +190,7 @@ def check_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, A
         try:
             converted = parse_value(value, kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name[:60]}: expected {kind}, got {_shorten(value)}") from None
+            raise ValueError(f"{name[:60]}: expected {kind}, got {short_form(value)}") from None
         if converted is not None:
             checked[name] = converted
     return checked
@@ -199,21 +200,14 @@ def restore_attributes(stored: Mapping[str, Any], schema: pa.Schema) -> dict[str
     """Returns the attributes of a journal in the form of records.
 
     Raises:
-        ValueError: If a decimal column cannot hold its value.
+        ValueError: If a column cannot hold its value.
     """
-    decimals = {  # their journal form is text
+    texts = {
         name: value
         for name, value in stored.items()
-        if name in schema.names and pa.types.is_decimal(plain_type(schema.field(name).type))
+        if name in schema.names and has_json_form(schema.field(name).type)
     }
-    return {**stored, **check_attributes(decimals, schema)}
-
-
-def _shorten(value: Any) -> str:
-    """Returns a short form of a value for a message."""
-    if isinstance(value, int) and abs(value) >= 10**60:
-        return "a number of more than 60 digits"
-    return repr(str(value)[:60])
+    return {**stored, **check_attributes(texts, schema)}
 
 
 def _list_attributes(schema: pa.Schema) -> str:

@@ -5,6 +5,9 @@
 | integers, floats, booleans, text, lists of text | the same |
 | decimals | Decimal with the places of the column; the journal stores its text |
 | dates, timestamps and times | RFC 3339 text, timestamps in UTC |
+| bytes | bytes; base64 in JSON and in the journal |
+| durations | timedelta; ISO 8601 text such as PT5S in JSON and in the journal |
+| nested | lists, dicts and pairs of Python's own values; times and decimals in them are texts |
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -209,11 +213,58 @@ def parse_value(value: Any, kind: Any) -> Any:
     if is_temporal(kind):
         ticks = _exact(temporal_bounds(kind)(value))
         return record_value(pa.array([ticks], kind)[0])
-    converted = pa.scalar(value, kind).as_py()
+    converted = pa.scalar(_read_json(value, kind), kind).as_py()
     # Arrow converts numbers to booleans, and splits strings into lists.
     if isinstance(value, bool | list) != isinstance(converted, bool | list):
         raise TypeError
     return converted
+
+
+def has_json_form(kind: Any) -> bool:
+    """Whether JSON writes the values of a column in another form than that of records."""
+    kind = plain_type(kind)
+    return bool(
+        pa.types.is_decimal(kind)
+        or pa.types.is_nested(kind)
+        or pa.types.is_duration(kind)
+        or _is_bytes(kind)
+    )
+
+
+def _is_bytes(kind: Any) -> bool:
+    own = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(own or pa.types.is_fixed_size_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def _read_json(value: Any, kind: Any) -> Any:
+    """Returns a JSON value with Python's own bytes, durations, times and decimals in it.
+
+    Raises:
+        ValueError: If a text is not of the form that JSON has for its type.
+    """
+    kind = plain_type(kind)
+    if pa.types.is_decimal(kind):
+        return parse_value(value, kind)
+    if isinstance(value, str):
+        types = {
+            bytes: _is_bytes,
+            datetime.timedelta: pa.types.is_duration,
+            datetime.date: pa.types.is_date,
+            datetime.datetime: pa.types.is_timestamp,
+            datetime.time: pa.types.is_time,
+        }
+        own = next((own for own, fits in types.items() if fits(kind)), None)
+        return value if own is None else msgspec.convert(value, own)
+    if isinstance(value, list | tuple) and pa.types.is_map(kind):
+        return [(_read_json(k, kind.key_type), _read_json(v, kind.item_type)) for k, v in value]
+    if isinstance(value, list) and pa.types.is_nested(kind) and not pa.types.is_struct(kind):
+        return [_read_json(one, kind.value_type) for one in value]
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        known = {field.name: field.type for field in kind}
+        if unknown := value.keys() - known.keys():
+            raise ValueError(f"unknown {min(unknown)}")
+        return {name: _read_json(one, known[name]) for name, one in value.items()}
+    return value
 
 
 def record_column(values: Sequence[Any], kind: Any) -> pa.Array:

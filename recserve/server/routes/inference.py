@@ -34,6 +34,7 @@ from recserve.server.tensors import (
     INPUTS,
     describe_inputs,
     describe_outputs,
+    num_candidates,
     ranking_requests,
     ranking_tensors,
     select_outputs,
@@ -159,7 +160,8 @@ async def _rankings(context: RequestContext, body: InferRequest) -> Answered:
     works = await context.begin(context.service.ranker.begin_batch, batch, deadline_s)
     found = await context.gather(works, deadline_s)
     answers: list[RankResponse] = [context.record(one) for one in found]
-    return answers[0].model_version, ranking_tensors(requests, answers)
+    tensors = ranking_tensors(requests, answers, num_candidates(body))
+    return answers[0].model_version, tensors
 
 
 def _serving(context: RequestContext, name: str) -> Service:

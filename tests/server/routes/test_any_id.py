@@ -78,3 +78,23 @@ def test_a_lone_surrogate_is_refused(client):
     body = b'{"events": [{"user_id": "\\ud800", "item_id": "x"}]}'
     said = httpx.post(f"{client.base_url}/v1/events", content=body)
     assert said.status_code == 400 or json.loads(said.content)["accepted"] == 0
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+@pytest.mark.parametrize("raw", ["%FF", "m%FCller", "%C3", "a%ED%A0%80b", "%C3%BC%E4"])
+@pytest.mark.parametrize("path", ["/v1/users/{}", "/v1/items/{}"])
+def test_an_address_that_is_not_utf8_is_refused(client, method, raw, path):
+    """Another user's data must not be deleted, nor a deletion confirmed that did nothing."""
+    path += "/history" if path.startswith("/v1/users") and method == "GET" else ""
+    said = client.request(method, path.format(raw))
+    assert said.status_code == 422
+    error = said.json()["error"]
+    assert error["param"] in ("user_id", "item_id")
+    assert "expected UTF-8 in the address, got" in error["message"]
+
+
+@pytest.mark.parametrize("query", ["query=%FF", "query=m%FCller", "ids=a,%FF", "%FC=1"])
+def test_a_query_that_is_not_utf8_is_refused(client, query):
+    said = client.get(f"/v1/items?{query}")
+    assert said.status_code == 422
+    assert "expected UTF-8 in the address, got" in said.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import httpx
@@ -142,3 +143,38 @@ def test_a_bundle_without_a_recommender_has_no_such_model(tmp_path):
         assert server.get("/v2/models/recommend/ready").status_code == 404
         assert infer(server, "recommend", USERS).status_code == 404
         assert server.get("/v2/models/rank/ready").status_code == 200
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_outputs_have_the_shape_of_the_inputs_and_gaps_are_refused(server, seed):
+    """Scores stand at the places of their candidates; padding at the ends keeps its places."""
+    rng = random.Random(seed)
+    count, width = rng.randint(1, 3), rng.randint(2, 6)
+    rows = [
+        (rng.sample(ITEMS, size) + [""] * width)[:width]
+        for size in (rng.randint(1, width - 1) for _ in range(count))
+    ]
+    users = tensor("user_id", [count], [f"user{number:06d}" for number in range(count)])
+    candidates = tensor("candidates", [count, width], rows)
+    found = outputs(infer(server, "rank", users, candidates, outputs=[{"name": "rank"}]))["rank"]
+    assert found["shape"] == [count, width]
+    for row, start in zip(rows, range(0, count * width, width), strict=True):
+        ranks = found["data"][start : start + width]
+        assert [rank > 0 for rank in ranks] == [text != "" for text in row]
+    history = rng.sample(ITEMS, 2)
+    gap = history[:1] + [""] * rng.randint(1, 3) + history[1:]
+    for model, name, others in (
+        ("recommend", "history", []),
+        ("rank", "history", [tensor("candidates", [1, 1], ITEMS[:1])]),
+        ("rank", "candidates", [tensor("user_id", [1], ["user000001"])]),
+    ):
+        said = infer(server, model, tensor(name, [1, len(gap)], gap), *others)
+        assert said.status_code == 422
+        assert f"inputs.{name}.data: expected '' at the end of a row only" in said.json()["error"]
+
+
+def test_a_slate_tensor_has_k_columns(server):
+    k = tensor("k", [1], [700], "INT64")
+    found = outputs(infer(server, "recommend", USERS, k))
+    assert found["item_id"]["shape"] == found["score"]["shape"] == [2, 700]
+    assert found["item_id"]["data"][699] == "" and found["item_id"]["data"][0] != ""
