@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -218,6 +219,26 @@ def test_verify_accepts_the_bundle_and_finds_a_changed_byte(bundle, tmp_path):
     result = run("bundle", "verify", copy)
     assert result.exit_code == 1
     assert "vectors.safetensors" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((1, 1, 1, 0, 0), "1 user, 1 row in 1 part, 1.5 s"),
+        ((5, 24, 3, 2, 0), "5 users, 24 rows in 3 parts (2 by earlier runs), 1.5 s"),
+        ((0, 0, 0, 0, 1), "0 users, 0 rows in 0 parts, 1 refused (see _errors), 1.5 s"),
+    ],
+)
+def test_a_finished_job_is_counted(counts, said, tmp_path, monkeypatch):
+    users, rows, parts, resumed, errors = counts
+    report = SimpleNamespace(
+        users=users, rows=rows, parts=[None] * parts, resumed=resumed, errors=errors, seconds=1.5
+    )
+    monkeypatch.setattr("recserve.batch.job.run", lambda *given: report)
+    source = tmp_path / "users.parquet"
+    pq.write_table(pa.table({"user_id": ["a"]}), source)
+    result = run("batch", "--bundle", tmp_path, "--input", source, "--output", tmp_path / "out")
+    assert result.stdout.splitlines()[-1] == said
 
 
 @pytest.mark.slow

@@ -270,6 +270,27 @@ def test_a_drafter_without_a_budget_is_not_called():
     assert 1 <= drafter.calls <= 3
 
 
+def test_a_step_is_recorded_with_its_texts_and_nodes(monkeypatch):
+    """Each text has a node of its own beside those of its draft; prompts are not recorded."""
+    model, params = drawn_model(1), SamplingParams(temperature=0.0, max_tokens=12)
+    prompts = [(1, 2, 3), (4, 5, 6, 7)]
+    known = {prompt: plain(model, list(prompt), params)[0] for prompt in prompts}
+    engine = build_engine(
+        EngineModels(text=model, drafters={"table": TableDrafter("right", known)}),
+        EngineConfig(page_size=4, load_aware=True, kv_bytes=2**20),
+    )
+    policy = taught(Cost((1, 1000), (1.0, 1.0)), {"table": (0.9, 3)})
+    recorded = []
+    monkeypatch.setattr(policy, "record_step", lambda *step: recorded.append(step))
+    engine.schedulers["text"]._proposer.policy = policy
+    speculation = Speculation("table", num_tokens=3)
+    answers = engine.run_many([TextQuery(np.array(p), params, speculation) for p in prompts])
+    assert all(ms >= 0 for *_, ms in recorded)
+    assert (2, 8) in {step[:2] for step in recorded}
+    drafted = sum(answer.counts.num_draft_tokens for answer in answers)
+    assert drafted - 6 <= sum(nodes - texts for texts, nodes, _ in recorded) <= drafted
+
+
 @torch.inference_mode()
 def test_the_cost_of_a_text_step_is_measured():
     cost = text_step_cost(drawn_model(0))

@@ -40,6 +40,8 @@ def test_the_verdict_says_what_the_run_shows(mode, effect, kind, word):
     found = compared(columns, mode, statistic="p50", ndcg_margin=1.0)
     assert found.kind == kind
     assert word in found.verdict and "p50 latency" in found.verdict
+    (own,) = (e.relative for e in found.effects["latency"] if e.statistic == "p50")
+    assert f"% interval {percent(own.low)} to {percent(own.high)}), " in found.verdict
     assert 30 <= found.num_blocks <= 200
     assert found.detectable < 0.2
     assert [effect.statistic for effect in found.effects["latency"]] == [
@@ -124,7 +126,9 @@ def test_the_sequential_verdict_names_its_interval():
     found = compared(made_run(effect=0.3), statistic="p50", sequential=True)
     assert "valid at every look; decided after block" in found.verdict
     fixed = next(e for e in found.effects["latency"] if e.statistic == "p50").relative
-    assert found.looks[-1].relative.low < fixed.low
+    last = found.looks[-1].relative
+    assert last.low < fixed.low
+    assert f"% interval {percent(last.low)} to {percent(last.high)}, valid" in found.verdict
 
 
 def test_a_skewed_split_is_not_valid():

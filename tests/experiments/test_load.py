@@ -1,6 +1,7 @@
 """The load generator: schedules, what counts as latency, errors by kind, pairs, limits."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -252,3 +253,5 @@ def test_the_generator_measures_itself():
     overhead = asyncio.run(measure_overhead(rate=50.0))
     assert overhead.capacity_per_s > 0
     assert overhead.latency_p99_ms >= overhead.latency_p50_ms > 0
+    # Processor seconds per second: this process has at most all cores.
+    assert 0 < overhead.cpu_ms / 1e3 * overhead.capacity_per_s < 1.1 * (os.cpu_count() or 1)

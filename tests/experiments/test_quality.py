@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from recserve.experiments.statistics.blocks import time_blocks
 from recserve.experiments.statistics.intervals import Interval
@@ -90,3 +91,28 @@ def test_the_error_over_units_is_that_of_their_means(counts, per_unit):
     observed = Observations(values, treated, time_blocks(np.arange(values.size), 5), units)
     wanted = sum(float(m.var(ddof=1)) / m.size for m in means if m.size > 1)
     assert unit_error(observed) == pytest.approx(math.sqrt(wanted), abs=1e-12)
+
+
+@pytest.mark.parametrize(("num_units", "num_blocks"), [(7, 20), (30, 4), (None, 5), (3, 2)])
+def test_a_guarded_mean_has_the_interval_of_a_plain_loop(num_units, num_blocks):
+    """The larger error of blocks and units, and the degrees of freedom of the fewer."""
+    drawn = np.random.default_rng(num_blocks)
+    values, treated = drawn.normal(size=60), np.arange(60) % 2 == 1
+    units = None if num_units is None else np.arange(60) // 2 % (num_units // 2) * 2 + treated
+    if num_units is not None and num_units % 2:
+        units[0] = num_units - 1
+    blocks = time_blocks(np.arange(60), num_blocks)
+    means = [values[treated == arm].mean() for arm in (False, True)]
+    change, square = means[1] - means[0], 0.0
+    for block in range(num_blocks):
+        own = [values[(blocks == block) & (treated == arm)] - means[arm] for arm in (False, True)]
+        square += ((own[1].sum() - own[0].sum()) / 30) ** 2
+    observed = Observations(values, treated, blocks, units)
+    error, degrees = math.sqrt(square * num_blocks / (num_blocks - 1)), num_blocks - 1
+    if units is not None:
+        error, degrees = max(error, unit_error(observed)), min(degrees, num_units - 2)
+    half = stats.t.ppf(0.975, degrees) * error
+    found = guard_mean("NDCG", observed, 0.1, "lower").change
+    assert (found.estimate, found.low, found.high) == pytest.approx(
+        (change, change - half, change + half)
+    )

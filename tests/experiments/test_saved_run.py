@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from recserve.experiments.load.generator import Run
@@ -24,6 +25,25 @@ def one_arm(arm, shots, share):
         error = drawn.choice([TIMEOUT, "http_503"]) if drawn.random() < share else None
         made.append(replace(one, shot=shot, arm=0, error=error))
     return made
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_the_records_of_a_run_are_its_requests(text, tmp_path):
+    requests = made_run(shots=20, effect=0.1, text=text).exchanges
+    failed = replace(requests[3], status=0, error=TIMEOUT, reply=None)
+    requests = (*requests[:3], failed, *requests[4:])
+    columns = SampleColumns.of(Run(requests, 12.0, 0.1, 3), SAMPLES)
+    write_records(tmp_path / "run.parquet", columns, ["one", "two"])
+    rows = pq.read_table(tmp_path / "run.parquet").to_pylist()
+    places = {(row["shot"], row["place"]): row for row in rows}
+    assert len(places) == len(rows) == len(requests)
+    for one in requests:
+        row = places[one.shot, one.place]
+        assert (row["arm"], row["status"]) == (["one", "two"][one.arm], one.status)
+        assert (row["error"], row["latency_ms"]) == (one.error, one.latency_ms)
+        assert row["lateness_ms"] == pytest.approx((one.sent - one.scheduled) * 1e3)
+        for name in ("output_tokens", "server_ms"):
+            assert row[name] == (None if one.reply is None else getattr(one.reply, name))
 
 
 @pytest.mark.parametrize("shares", [(0.0, 0.0), (0.3, 0.0), (0.02, 0.3)])

@@ -99,6 +99,8 @@ def test_the_sign_test_is_the_exact_one():
     assert sign_test(scores) == pytest.approx(exact, abs=4 * np.sqrt(exact / 4000))
     limit = np.quantile(np.abs(every @ scores), 0.9)
     assert sign_limit(scores, 0.9) == pytest.approx(limit, rel=0.05)
+    # Scores of no difference, which all signs reach.
+    assert sign_test(np.zeros(10)) == sign_test(np.array([1.0, -1.0])) == 1.0
 
 
 def test_interval_and_p_value_agree():

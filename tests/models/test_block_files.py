@@ -249,6 +249,13 @@ FAULTS = {
         with_fields(layer_types=["full_attention", "sliding_attention"]),
         "layer 1 has a window; config.json names none",
     ),
+    "negative count of full layers": (
+        with_fields(layer_types=None, use_sliding_window=True, max_window_layers=-1),
+        "max_window_layers is -1; an integer from 0",
+    ),
+    "negative rank": (nested(markov_rank=-1), "markov_rank is -1; an integer from 0"),
+    "negative mask": (nested(mask_token_id=-1), "mask_token_id is -1; an integer from 0"),
+    "empty block": (with_fields(block_size=0), "block_size is 0; a positive integer"),
     "sinks": (nested(attention_sink_bias=True), "attention sinks"),
     "Domino": (nested(projector_type="domino"), "'domino'"),
     "d2t with ids": (ids_in_d2t, "d2t names a token twice or outside"),

@@ -130,7 +130,7 @@ class Trials:
     def time_tests(self, promise: Promise) -> float:
         """Returns the seconds that a promise's tests take. Raises RuntimeError if they fail."""
         with self._scratch() as scratch:
-            result = scratch.run(promise.tests, ENOUGH_S, write_bytecode=True)
+            result = scratch.run(promise.tests, ENOUGH_S)
         times = f"{result.seconds} s, {result.cpu_s} s of a processor"
         print(f"{promise.name}: the tests take {times}", flush=True)
         if result.outcome != "survived":

@@ -4,11 +4,14 @@
 
 Mutants are drawn from all Python files of the package, with a seed that no promise uses. A marked
 copy of the code shows which default tests run each changed line. Those are run against the mutant,
-the quickest first, up to the first failure. The slow tests follow for those mutants only that
-survive, again on the lines that they run: a mutant that only they kill is a hole of `make test`.
+the quickest first, up to the first failure: first a few seconds of them against all mutants, then
+the others against the mutants that survived. The slow tests follow for those that survive all,
+again on the lines that they run: a mutant that only they kill is a hole of `make test`.
 A place that no test runs is left out and counted. `--tests` takes a part of the tests, for a look.
+No mutant is begun after `--minutes`; the report says how many were tried.
 
-The results are lines of `build/fresh-mutants/results.jsonl`; the next run goes on from there.
+The results are lines of `default.jsonl` and `slow.jsonl` in `build/fresh-mutants`; the next run
+goes on from there.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from queue import Queue
 
 from tests.mutants import marks
@@ -31,7 +34,8 @@ from tests.mutants.draw import Mutant, draw
 from tests.mutants.trial import ROOT, Scratch
 
 WORK = ROOT / "build" / "fresh-mutants"
-MOST_S = 150.0  # of the tests of one mutant; the quickest come first
+FIRST_S = 15.0  # of the tests that meet all mutants; the quickest come first
+MOST_S = 150.0  # of the tests of a mutant that survives the first
 LIMIT_S = 60.0  # beside three times the duration of the tests
 
 
@@ -51,38 +55,61 @@ class Suite:
     seconds: Mapping[str, float]
     ran: Mapping[int, set[str]]
 
-    def choose(self, number: int) -> list[str]:
-        """Returns the tests to run: one of each function first, and the quickest first.
+    def choose(self, number: int) -> tuple[list[str], list[str]]:
+        """Returns the tests to run first, and the rest for a mutant that survives these.
 
-        What is run by a fixture or by another process counts for all tests of the file.
+        One test of each function comes first, and the quickest first. What is run by a fixture or
+        by another process counts for all tests of the file.
         """
         noted = self.ran.get(number, set())
         files = tuple(name for name in noted if name.endswith("::"))
         own = [t for t in self.seconds if t in noted or (files and t.startswith(files))]
         own.sort(key=lambda test: self.seconds[test])
         first = {test.partition("[")[0]: test for test in reversed(own)}
-        chosen, total_s = [], 0.0
+        early: list[str] = []
+        late: list[str] = []
+        total_s = 0.0
         for test in sorted(own, key=lambda t: first[t.partition("[")[0]] != t):
             total_s += self.seconds[test]
-            if chosen and total_s > MOST_S:
-                break
-            chosen.append(test)
-        return chosen
+            if total_s <= FIRST_S or not early:
+                early.append(test)
+            elif total_s <= MOST_S:
+                late.append(test)
+        return _by_file(early), _by_file(late)
 
 
 def judge(given: argparse.Namespace, operators: Sequence[str]) -> int:
     """Tries fresh mutants and prints two numbers. Returns the exit status."""
     WORK.mkdir(parents=True, exist_ok=True)
-    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("recserve/**/*.py"))]
-    drawn = draw(ROOT, "", files, given.count, given.fresh, operators)
+    drawn = draw_fresh(given.count, given.fresh, operators)
     mutants = {n: one for n, one in enumerate(drawn) if one.place != "module"}
+    end_s = time.monotonic() + 60 * given.minutes
     default = run_marked("default", "not slow", mutants, given.workers, given.tests)
-    results = try_mutants(default, mutants, given.workers)
-    left = {n: one for n, one in mutants.items() if results.get(n, ["survived"])[0] == "survived"}
-    chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
-    slow = run_marked("slow", "slow", left, given.workers, chosen)
-    late = try_mutants(slow, left, given.workers)
-    return report(mutants, results, late)
+    results = try_mutants(default, mutants, given.workers, end_s)
+    untried = {n for n in mutants if any(default.choose(n)) and n not in results}
+    left = {
+        n: one
+        for n, one in mutants.items()
+        if n not in untried and results.get(n, ["survived"])[0] == "survived"
+    }
+    late = None
+    if time.monotonic() < end_s:
+        chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
+        slow = run_marked("slow", "slow", left, given.workers, chosen)
+        late = try_mutants(slow, left, given.workers, end_s)
+    return report(mutants, untried, results, late)
+
+
+def draw_fresh(count: int, seed: int, operators: Sequence[str]) -> list[Mutant]:
+    """Draws mutants of all files once; a draw takes half a minute."""
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("recserve/**/*.py"))]
+    about = "\n".join([f"{seed} {count}", *operators, *files]).encode()
+    digest = hashlib.sha256(about + b"".join((ROOT / file).read_bytes() for file in files))
+    path = WORK / f"drawn-{digest.hexdigest()[:12]}.json"
+    if not path.exists():
+        drawn = draw(ROOT, "", files, count, seed, operators)
+        path.write_text(json.dumps([asdict(one) for one in drawn]), encoding="utf-8")
+    return [Mutant(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def slow_tests(mutants: Iterable[Mutant]) -> list[str]:
@@ -126,20 +153,24 @@ def run_marked(
 
 
 def try_mutants(
-    suite: Suite, mutants: Mapping[int, Mutant], workers: int
+    suite: Suite, mutants: Mapping[int, Mutant], workers: int, end_s: float
 ) -> dict[int, tuple[str, str]]:
-    """Returns the outcome of each mutant whose line the suite runs, and the test that failed."""
+    """Returns the outcome of each mutant whose line the suite runs, and the test that failed.
+
+    A mutant that has met a part of its tests only, because the time was over, has no outcome.
+    """
     path = WORK / f"{suite.name}.jsonl"
     known = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         record = json.loads(line)
         known[record["id"]] = record["outcome"], record["test"]
-    chosen = {n: suite.choose(n) for n in mutants}
-    ids = {n: _id(mutants[n], tests) for n, tests in chosen.items()}
+    parts = {n: [tests for tests in suite.choose(n) if tests] for n in mutants}
     scratches: Queue[Scratch] = Queue()
 
-    def run(number: int) -> None:
-        mutant, tests = mutants[number], chosen[number]
+    def run(number: int, tests: list[str]) -> None:
+        mutant, key = mutants[number], _id(mutants[number], tests)
+        if key in known or time.monotonic() > end_s:
+            return
         scratch = scratches.get()
         try:
             began_s = time.monotonic()
@@ -147,12 +178,12 @@ def try_mutants(
             result = scratch.try_mutant(mutant, tests, limit_s, suite.marker)
         finally:
             scratches.put(scratch)
-        known[ids[number]] = result.outcome, result.test
+        known[key] = result.outcome, result.test
         record = {
-            "id": ids[number], "number": number, "file": mutant.file, "line": mutant.line,
+            "id": key, "number": number, "file": mutant.file, "line": mutant.line,
             "place": mutant.place, "old": mutant.old, "new": mutant.new,
             "outcome": result.outcome, "test": result.test, "num_tests": len(tests),
-            "seconds": round(time.monotonic() - began_s, 1),
+            "seconds": round(time.monotonic() - began_s, 1), "cpu_s": result.cpu_s,
         }  # fmt: skip
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -160,23 +191,46 @@ def try_mutants(
             f"{suite.name} {result.outcome:8} {mutant.file}:{mutant.line} {mutant.new}", flush=True
         )
 
-    missing = [n for n, tests in chosen.items() if tests and ids[n] not in known]
-    if missing:
-        for number in range(workers):
-            folder = WORK / f"copy-{number}"
-            shutil.rmtree(folder, ignore_errors=True)
-            scratches.put(Scratch(folder, WORK / "cache"))
-        with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(run, missing))
-    return {n: known[ids[n]] for n, tests in chosen.items() if tests}
+    def outcome(number: int) -> tuple[str, str] | None:
+        """Returns the outcome so far, None if a part has none."""
+        found = [known.get(_id(mutants[number], tests)) for tests in parts[number]]
+        killed = [one for one in found if one is not None and one[0] != "survived"]
+        return killed[0] if killed else None if None in found else ("survived", "")
+
+    copies = []
+    for number in range(workers):
+        folder = WORK / f"copy-{number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        copies.append(Scratch(folder, WORK / "cache"))
+        scratches.put(copies[-1])
+    threads = ThreadPoolExecutor(workers)
+    try:
+        for late in (False, True):
+            left = {n: part[late] for n, part in parts.items() if part[late:] and not outcome(n)}
+            list(threads.map(run, left.keys(), left.values()))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for copy in copies:
+            copy.stop()
+        threads.shutdown()
+    return {n: one for n, part in parts.items() if part and (one := outcome(n)) is not None}
 
 
 def report(
     mutants: Mapping[int, Mutant],
+    untried: Collection[int],
     results: Mapping[int, tuple[str, str]],
-    late: Mapping[int, tuple[str, str]],
+    late: Mapping[int, tuple[str, str]] | None,
 ) -> int:
-    """Prints the two numbers and what survived. Returns the exit status."""
+    """Prints the two numbers and what survived. Returns the exit status.
+
+    Args:
+        mutants: All mutants of the draw.
+        untried: Numbers of those for which the time was not enough.
+        results: Outcomes of the default tests.
+        late: Outcomes of the slow tests; None if they have not been run.
+    """
+    not_run, late = late is None, late or {}
     killed = {n for n, (outcome, _) in results.items() if outcome != "survived"}
     only_slow = {n for n, (outcome, _) in late.items() if outcome != "survived"}
     run = set(results) | set(late)
@@ -188,14 +242,25 @@ def report(
     rooms = Counter(mutants[n].file.split("/")[1] for n in run)
     print(", ".join(f"{room} {count}" for room, count in sorted(rooms.items())))
     print(
-        f"{len(mutants)} mutants, {len(mutants) - len(run)} on lines that no test runs. "
-        f"`make test` kills {len(killed)} of {len(run)}, the slow tests {len(only_slow)} more: "
-        f"{share:.1%} of what all kill."
+        f"{len(mutants) - len(untried)} of {len(mutants)} tried, "
+        f"{len(mutants) - len(untried) - len(run)} of them on lines that no test runs. "
+        f"`make test` kills {len(killed)} of {len(run)}"
     )
+    if not_run:
+        print("The time was over before the slow tests.")
+        return 1
+    print(f"The slow tests kill {len(only_slow)} more: {share:.1%} of what all kill.")
     return 0 if share >= 0.95 else 1
+
+
+def _by_file(tests: Sequence[str]) -> list[str]:
+    """Returns tests in the order of their files, so that each fixture of a file is made once."""
+    places = {test.partition("::")[0]: -number for number, test in enumerate(reversed(tests))}
+    return sorted(tests, key=lambda test: places[test.partition("::")[0]])
 
 
 def _id(mutant: Mutant, tests: Sequence[str]) -> str:
     files = sorted({test.partition("::")[0] for test in tests})
     content = b"".join((ROOT / file).read_bytes() for file in files)
-    return hashlib.sha256(f"{mutant.file}\n{mutant.text}".encode() + content).hexdigest()[:16]
+    about = "\n".join([mutant.file, mutant.text, *sorted(tests)])
+    return hashlib.sha256(about.encode() + content).hexdigest()[:16]

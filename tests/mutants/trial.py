@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
@@ -19,6 +21,7 @@ from pathlib import Path
 from tests.mutants.draw import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
+FORK_SERVER = Path(__file__).with_name("fork_server.py")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 LOAD = """
 import pathlib, sys
@@ -63,7 +66,8 @@ class Scratch:
             RuntimeError: If Python would import another package than the copy's.
         """
         self.folder, self.cache = folder, cache
-        self._process: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+        self._fork: int | None = None
         self._stopped = False
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -97,47 +101,27 @@ class Scratch:
         if done.returncode:
             raise RuntimeError(f"{self.folder} cannot be used: {done.stderr[-2000:]}")
 
-    def run(
-        self,
-        tests: Sequence[str],
-        limit_s: float,
-        write_bytecode: bool = False,
-        marker: str = "not slow",
-    ) -> Result:
+    def run(self, tests: Sequence[str], limit_s: float, marker: str = "not slow") -> Result:
         """Runs tests up to the first failure. Tests that a signal ends are run once more.
 
         Args:
             tests: Arguments of pytest.
             limit_s: Time after which the tests count as failed.
-            write_bytecode: Whether to keep compiled Python files. Not while a file is changed,
-                because Python compares only the second and the size of a change.
             marker: What pytest selects by.
         """
-        environment = self.environment({} if write_bytecode else {"PYTHONDONTWRITEBYTECODE": "1"})
-        result = self._run_once(tests, limit_s, environment, marker)
+        result = self._run_once(tests, limit_s, marker)
         if result.outcome == "signal":
             print(f"{self.folder.name}: {result.output[-500:]}\nended by a signal, once more")
-            result = self._run_once(tests, limit_s, environment, marker)
+            result = self._run_once(tests, limit_s, marker)
         return replace(result, outcome="killed") if result.outcome == "signal" else result
 
-    def _run_once(
-        self, tests: Sequence[str], limit_s: float, environment: dict[str, str], marker: str
-    ) -> Result:
+    def _run_once(self, tests: Sequence[str], limit_s: float, marker: str) -> Result:
         options = "-x -q -p no:cacheprovider --hypothesis-seed=0 --tb=line"
-        command = [sys.executable, "-m", "pytest", *shlex.split(options), "-m", marker, *tests]
         began_s = time.monotonic()
         # A file, because a server that outlives the tests would hold a pipe open.
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
-            self._process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            status, cpu_s = _wait(self._process, began_s + limit_s)
-            file.seek(0)
+        with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as file:
+            arguments = [file.name, *shlex.split(options), "-m", marker, *tests]
+            status, cpu_s = self._wait(arguments, began_s + limit_s)
             output = file.read()
         if self._stopped:
             raise RuntimeError("the tests were stopped")
@@ -152,12 +136,37 @@ class Scratch:
         seconds = round(time.monotonic() - began_s, 1)
         return Result(outcome, failed[1] if failed else "", seconds, cpu_s, output[-3000:])
 
+    def _wait(self, arguments: Sequence[str], end_s: float) -> tuple[int | None, float]:
+        """Runs pytest in a fork, and ends what is left of it and of the servers that it started.
+
+        Returns:
+            The exit status, None if the time was over, and the processor time in seconds.
+        """
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", str(FORK_SERVER)],
+                cwd=self.folder,
+                env=self.environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,  # `select` sees no line that a buffer holds
+            )
+        given, answers = self._server.stdin, self._server.stdout
+        assert given is not None and answers is not None
+        given.write(json.dumps(arguments).encode() + b"\n")
+        self._fork = int(answers.readline())
+        in_time, _, _ = select.select([answers], [], [], max(0.0, end_s - time.monotonic()))
+        _kill(self._fork)
+        status, cpu_s = answers.readline().split()
+        self._fork = None
+        return os.waitstatus_to_exitcode(int(status)) if in_time else None, float(cpu_s)
+
     def try_mutant(
         self, mutant: Mutant, tests: Sequence[str], limit_s: float, marker: str = "not slow"
     ) -> Result:
         """Runs tests against a mutant, and restores the file."""
         path = self.folder / mutant.file
-        before = path.read_bytes()
+        before, stat = path.read_bytes(), path.stat()
         try:
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
@@ -167,44 +176,29 @@ class Scratch:
             return self.run(tests, limit_s, marker=marker)
         finally:
             path.write_bytes(before)
+            # Python trusts compiled files by the second and the size of the source.
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
     def stop(self) -> None:
-        """Ends the tests that run now; they have no result then."""
+        """Ends the process of the tests. Tests that run now have no result then."""
         self._stopped = True
-        if self._process is not None:
-            _kill(self._process)
+        if self._fork is not None:
+            _kill(self._fork)
+        if self._server is not None and self._server.stdin is not None:
+            self._server.stdin.close()
 
     def environment(self, more: dict[str, str] | None = None) -> dict[str, str]:
         """Returns the variables of a process that uses the copy."""
         return {
             **os.environ,
             "PYTHONPATH": str(self.folder),
+            "PYTHONDONTWRITEBYTECODE": "",  # the tests start hundreds of processes
             "XDG_CACHE_HOME": str(self.cache),
             "OMP_NUM_THREADS": "1",
             **(more or {}),
         }
 
 
-def _wait(process: subprocess.Popen[bytes], end_s: float) -> tuple[int | None, float]:
-    """Waits for a process, and ends what is left of it and of the servers that it started.
-
-    Returns:
-        The exit status, None if the time was over, and the processor time in seconds.
-    """
-    status: int | None = None
-    while time.monotonic() < end_s:
-        ended, code, usage = os.wait4(process.pid, os.WNOHANG)
-        if ended:
-            status = process.returncode = os.waitstatus_to_exitcode(code)
-            break
-        time.sleep(0.05)
-    _kill(process)
-    if status is None:
-        _, code, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(code)
-    return status, round(usage.ru_utime + usage.ru_stime, 1)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(group: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)

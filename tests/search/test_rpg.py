@@ -1,6 +1,7 @@
 """Strategy `rpg`: the engine against a plain loop, and product ids from data to answer."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -314,3 +315,20 @@ def test_the_service_answers_from_it(product, tmp_path):
             service.recommend(RecommendRequest(user=user, strategy="beam"))
         with pytest.raises(InvalidRequest, match="does not use it"):
             service.recommend(RecommendRequest(user=user, dense_weight=1.0))
+
+
+def test_a_walk_begins_at_the_latest_items():
+    """Histories shorter and longer than what is read, with items that have no row."""
+    draw, most = np.random.default_rng(0), draft_graph.NUM_RECENT_ITEMS
+    histories = [
+        torch.from_numpy(draw.integers(0, 30, size)) for size in (1, most - 1, most, most + 1, 40)
+    ]
+    requests = [
+        SimpleNamespace(prefix=SimpleNamespace(inputs=SimpleNamespace(tokens=tokens)))
+        for tokens in histories
+    ]
+    rows = draft_graph.latest_items(requests, 20, 5)
+    for found, tokens in zip(rows.tolist(), histories, strict=True):
+        wanted = [token - 5 if 5 <= token < 25 else -1 for token in tokens.tolist()[-most:]]
+        assert found == wanted + [-1] * (most - len(wanted))
+    assert draft_graph.latest_items(requests, 20, None).shape == (5, 0)

@@ -1,5 +1,6 @@
 """Sampling parameters on every node: a plain loop, transformers, and no neighbours."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -305,7 +306,8 @@ def test_largest_is_argmax(size, dtype):
     rows[2::5, -1] = 9.0
     rows[3::5] = -rows[3::5]
     rows[4::5] = torch.where(torch.rand(8, size, generator=g) < 0.5, 0.0, -0.0).to(dtype)
-    for own in (rows, rows[2::5], rows[1::5], rows[::3, size // 2 :], rows.t().contiguous().t()):
+    kinds = (rows[kind::5] for kind in range(5))
+    for own in (rows, *kinds, rows[::3, size // 2 :], rows.t().contiguous().t()):
         assert torch.equal(largest(own), own.argmax(-1))
 
 
@@ -314,3 +316,44 @@ def test_each_penalty_counts_tokens(name):
     assert not SamplingParams().counts_tokens
     for value in (-1.0, 0.5, 2.0)[name == "repetition_penalty" :]:
         assert SamplingParams(**{name: value}).counts_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("temperature", 0.0, 100.0),
+        ("top_k", 0, None),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.01, 100.0),
+        ("presence_penalty", -100.0, 100.0),
+        ("frequency_penalty", -100.0, 100.0),
+        ("logit_bias", -1e9, 1e9),
+        ("max_tokens", 1, None),
+        ("min_tokens", 0, 16),
+        ("logprobs", 0, None),
+        ("seed", -(2**63), 2**63 - 1),
+    ],
+)
+def test_a_parameter_may_have_both_ends_of_its_range_and_nothing_beyond(name, low, high):
+    for end, sign in ((low, -1), (high, 1)):
+        if end is None:
+            continue
+        beyond = end + sign if isinstance(end, int) else math.nextafter(end, sign * math.inf)
+        for value, allowed in ((end, True), (beyond, False)):
+            given = {name: {7: value} if name == "logit_bias" else value}
+            if allowed:
+                assert getattr(SamplingParams(**given), name) == given[name]
+                continue
+            with pytest.raises(ValueError, match=f"{name} is {value}; it must be"):
+                SamplingParams(**given)
+
+
+@pytest.mark.parametrize("truncate", [sampling.truncate, sampling.truncate_fixed])
+def test_what_does_not_truncate_bans_nothing(truncate):
+    """Not even tokens whose probability is lost in rounding, beside rows that are truncated."""
+    logits = torch.tensor([[0.0, -20.0, -100.0, -21.0]]).repeat(4, 1)
+    top_k, top_p = torch.tensor([0, 2, 0, 0]), torch.tensor([1.0, 1.0, 0.5, 1.0])
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.1])
+    allowed = truncate(logits, top_k, top_p, min_p) > sampling.BANNED
+    assert allowed.int().tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]

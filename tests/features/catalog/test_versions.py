@@ -237,6 +237,17 @@ def test_ranking_tables_are_those_of_a_catalogue_bound_anew(history):
         np.testing.assert_allclose(tables.vectors[rows], unit, rtol=1e-5)
 
 
+def test_ranking_tables_follow_changes_without_a_new_row():
+    (version, _), *_ = drawn(0, 0)
+    live, rows = LiveRanking(make_tables(version.base)), np.arange(2)
+    before = live.at(version)
+    change = ItemChange(ItemRecord("i0", "t", ["C > D"], {"price": 0.8}))
+    after = live.at(apply_changes(version, ChangeSet(1, (change,))))
+    assert after.categories[rows][:, 0].tolist() == [PATHS.index("C > D"), PATHS.index("A > B")]
+    np.testing.assert_allclose(after.side[rows][:, 0], [1.0, before.side[1][0]], rtol=1e-5)
+    assert before.categories[rows][:, 0].tolist() == [0, 1]
+
+
 def test_unknown_items_are_refused_before_anything_changes():
     (version, _), *_ = drawn(0, 0)
     new = ItemChange(ItemRecord("new", "", [], {}))

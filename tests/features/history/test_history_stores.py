@@ -30,6 +30,7 @@ from recserve.features.history.history import (
     records,
     unpack,
 )
+from recserve.features.history.lmdb_store import copy_store
 from recserve.features.history.redis_store import PREFIX
 from recserve.features.history.stores import open_store
 from recserve.features.history.type_names import MAX_EVENT_TYPES
@@ -574,3 +575,18 @@ def test_a_redis_key_of_another_type_is_damage_and_not_an_empty_history(tmp_path
     finally:
         server.kill()
         server.wait()
+
+
+def test_a_store_is_copied_without_opening_it_for_writing(tmp_path, monkeypatch):
+    source, target, opened = tmp_path / "store", tmp_path / "copy", []
+    with lmdb.open(str(source)) as environment, environment.begin(write=True) as transaction:
+        transaction.put(b"user", b"events")
+    target.mkdir()
+    plain = lmdb.open
+    monkeypatch.setattr(lmdb, "open", lambda path, **o: opened.append(o) or plain(path, **o))
+    assert copy_store(source, target) == 1
+    assert all(options["readonly"] and not options["create"] for options in opened)
+    with plain(str(target)) as environment, environment.begin() as transaction:
+        assert transaction.get(b"user") == b"events"
+    with pytest.raises(StoreUnavailable, match="none"):
+        copy_store(tmp_path / "none", target)

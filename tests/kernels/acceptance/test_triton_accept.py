@@ -136,6 +136,19 @@ def test_several_refusals_at_one_node(drawn, monkeypatch):
     assert refused > 2
 
 
+def test_what_is_left_after_refusals_depends_on_the_row_of_each_child(monkeypatch):
+    """Twenty trees of five children over few tokens, of two rows or chosen."""
+    g = torch.Generator().manual_seed(0)
+    parents = torch.tensor([-1] + [0] * 5)
+    p, q = (1.5 * torch.randn(2, 120, 7, generator=g)).softmax(-1)
+    rows = torch.randint(-1, 2, (120,), generator=g)
+    drawn = torch.multinomial(q[rows.clamp(min=0)], 1, generator=g)[:, 0]
+    tree = merge([from_parents(tokens, parents) for tokens in drawn.split(6)])
+    keys = Keys(torch.arange(20), torch.arange(20) + 3)
+    walk = check_drawn(p, q[:2], tree, keys, monkeypatch, rows=rows)
+    assert 2 < int((walk.lengths == 0).sum()) < 18
+
+
 def test_a_refusal_says_nothing_where_p_is_q(monkeypatch):
     """The coins of these seeds refuse what is all of p: it is drawn from p again."""
     q = torch.zeros(6, 9)

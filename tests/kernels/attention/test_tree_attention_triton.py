@@ -62,6 +62,15 @@ def test_shared_rows_are_seen_by_all():
     same(batch, query, keys, values, Activation(normalizer=9.0))
 
 
+def test_later_trees_see_their_first_nodes(monkeypatch):
+    """A node of a long tree, behind another one, sees ancestors of all blocks before its own."""
+    split_short_roots(monkeypatch, 16)
+    batch, *others = draw_batch([("chain", 33), ("chain", 70)], [5, 3], 2, 2, 16)
+    # In front of the ends of the nodes lie zeros, which hide a node from all rows.
+    ends = torch.cat([torch.zeros(40, dtype=torch.int64), batch.tree.ends])[40:]
+    same(replace(batch, tree=replace(batch.tree, ends=ends)), *others, SOFTMAX)
+
+
 @pytest.mark.parametrize(
     "activation", chosen({"softmax": SOFTMAX, "silu": Activation(9.0)}, "silu")
 )

@@ -114,6 +114,15 @@ def test_norms_around_zero_are_no_factors(eagle3, tmp_path):
     assert check_norms(drafter_files(folder)).state == "ok"
 
 
+def test_only_the_weights_of_norms_are_norms(eagle3, tmp_path):
+    def more(fields, weights):
+        names = ("gate.weight", "norm.bias", "normal", "weight_norm")
+        weights.update({name: torch.zeros(3) for name in names})
+
+    folder = changed_copy(eagle3, tmp_path / "more", more)
+    assert check_norms(drafter_files(folder)) == check_norms(drafter_files(eagle3))
+
+
 def test_the_vocabulary_covers_what_the_target_writes(eagle3, target):
     files = drafter_files(eagle3)  # proposes the even tokens
     few = check_vocabulary(files, target, np.array([0, 2, 5, 7]))

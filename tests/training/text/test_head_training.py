@@ -1,4 +1,4 @@
-"""Training of Medusa's heads: old heads are a better start than new ones."""
+"""Training of Medusa's heads: their loss, and old heads as a start."""
 
 import copy
 from dataclasses import replace
@@ -10,9 +10,15 @@ import torch
 from recserve.models.loading import load_language_model
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.drafters.medusa import MedusaRecipe, train_medusa
+from recserve.training.text.drafters.medusa import (
+    DISCOUNT,
+    MedusaRecipe,
+    MedusaTrainee,
+    train_medusa,
+)
 from tests.support.drafter_training import write_rows
 from tests.support.paths import reference
+from tests.support.text_plain import VOCABULARY, drawn_model
 
 WINDOW, ROWS, CUT = 32, 160, 140
 FAST = Schedule(6, 1e-2, weight_decay=0.0, averaging=0.0)
@@ -29,6 +35,30 @@ def text(model) -> np.ndarray:
     """What the target writes by itself, many rows side by side."""
     tokens = write_rows(model, torch.ones(ROWS, dtype=torch.int64), WINDOW, 0.7)
     return tokens.flatten().numpy()
+
+
+@torch.inference_mode()
+def test_the_loss_is_that_of_a_plain_loop():
+    """Head k of position t is compared with the target at t + k + 1."""
+    target, num_heads = drawn_model(0), 3
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 8 * 9)
+    recipe = MedusaRecipe(num_heads, 2, window=9, batch=3, validation_rows=7)
+    trainee = MedusaTrainee(recipe, target, tokens, tokens, seed=1)
+    for weight in trainee.model.parameters():
+        weight.add_(0.1 * torch.randn(weight.shape))
+    rows = np.array([0, 5, 6])
+    hidden, wanted = trainee._target(trainee.train[rows])
+    losses = torch.zeros(num_heads)
+    for row in range(3):
+        for k in range(num_heads):
+            for place in range(9 - k - 1):
+                said = trainee.model(hidden[row, place][None])[k, 0].log_softmax(0)
+                share = wanted[row, place + k + 1].softmax(0)
+                losses[k] -= (share * said).sum() / (3 * (9 - k - 1))
+    found = trainee.loss(rows)
+    assert [float(own) for own in found.parts.values()] == pytest.approx(losses.tolist(), rel=1e-4)
+    total = sum(DISCOUNT**k * float(own) for k, own in enumerate(losses))
+    assert float(found.total) == pytest.approx(total, rel=1e-4) and found.targets == 3 * 9
 
 
 @pytest.mark.slow
