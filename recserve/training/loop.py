@@ -1,4 +1,4 @@
-"""The training loop that all models share: schedule, validation, checkpoints and early stopping."""
+"""The training loop that all models share: schedule, validation and checkpoints."""
 
 from __future__ import annotations
 
@@ -132,9 +132,7 @@ class _Run(Generic[Batch]):
         self._estimates = True  # until the length of the run has been estimated
 
     def run(self) -> TrainReport:
-        """Trains until the epochs, the patience or the time run out, then restores the best
-        weights.
-        """
+        """Trains until the epochs or the time run out, then restores the best weights."""
         state = self.state
         if self.options.resume and self.checkpoint.exists():
             load_checkpoint(state, self.checkpoint, self.recipe)
@@ -186,11 +184,6 @@ class _Run(Generic[Batch]):
                 self.console.print(line, soft_wrap=True)
                 if not finished or self._out_of_time():
                     stopped = "max_minutes"
-                    break
-                if self.schedule.patience and (
-                    state.epoch - state.best_epoch >= self.schedule.patience
-                ):
-                    stopped = "early stop"
                     break
         return stopped
 
@@ -246,7 +239,7 @@ class _Run(Generic[Batch]):
         """Returns how long the run will take if every epoch takes `epoch_s`."""
         all_s = min(epoch_s * (self.schedule.epochs - self.state.epoch), self.limit_s)
         took = f"{all_s:.0f} s" if all_s < 100 else f"{all_s / 60:.0f} min"
-        return f"about {took} for all epochs, without validation; it may stop earlier"
+        return f"about {took} for all epochs, without validation"
 
     def _step(self, batch: Batch, steps_per_epoch: int) -> StepLoss:
         state, schedule = self.state, self.schedule

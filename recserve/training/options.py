@@ -132,7 +132,7 @@ class TrainReport:
     best_epoch: int
     selection: str
     metrics: dict[str, float]
-    stopped: Literal["epochs", "early stop", "max_minutes"]
+    stopped: Literal["epochs", "max_minutes"]
     seconds: float
     directory: Path
     history: list[EpochRecord] = field(default_factory=list)

@@ -20,8 +20,6 @@ class Schedule:
         floor: Final learning rate as a share of the peak.
         averaging: Decay per step of the averaged weights, which are validated and saved; 0 turns
             averaging off.
-        patience: Number of epochs without a better validation after which the run stops; 0 never
-            stops it.
         max_norm: Bound on the norm of the gradient.
         betas: Momentum coefficients of AdamW.
         rates: Pairs of a name prefix and a relative learning rate for the parameters with this
@@ -35,7 +33,6 @@ class Schedule:
     warmup: float = 0.1
     floor: float = 0.02
     averaging: float = 0.99
-    patience: int = 0
     max_norm: float = 1.0
     betas: tuple[float, float] = (0.9, 0.98)
     rates: tuple[tuple[str, float], ...] = ()

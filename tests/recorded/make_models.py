@@ -184,7 +184,7 @@ def _sized(recipe: RecommenderRecipe, layers: int, epochs: int, rate: float) -> 
         max_history_items=16,
         max_nodes=1024,
         validation_users=60,
-        schedule=Schedule(epochs, rate, patience=0, averaging=0.9),
+        schedule=Schedule(epochs, rate, averaging=0.9),
     )
 
 

@@ -63,7 +63,7 @@ class DrafterRecipe:
     validation_width: int = 50
     surprise_weight: float = 0.0
     schedule: Schedule = field(
-        default_factory=lambda: Schedule(5, 2e-3, weight_decay=0.01, patience=0)
+        default_factory=lambda: Schedule(5, 2e-3, weight_decay=0.01)
     )
 
 

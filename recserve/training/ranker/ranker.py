@@ -80,7 +80,7 @@ class RankerRecipe:
     validation_popular_share: float = 0.5
     ignored: tuple[str, ...] = ()
     schedule: Schedule = Schedule(
-        epochs=4, learning_rate=2e-3, weight_decay=0.1, patience=2, averaging=0.98
+        epochs=4, learning_rate=2e-3, weight_decay=0.1, averaging=0.98
     )
 
 

@@ -165,14 +165,14 @@ CODES = RecommenderRecipe(
     dropout=0.2,
     max_history_items=20,
     objective=Objective(label_smoothing=0.05, mask_seen=False, heads_weight=0.1),
-    schedule=Schedule(epochs=10, learning_rate=2e-3, patience=3),
+    schedule=Schedule(epochs=10, learning_rate=2e-3),
     rerank_weight=0.0,
     validation_users=2000,
 )
 PARALLEL = RecommenderRecipe(
     tied=True,
     objective=Objective(mask_seen=False, heads_weight=1.0),
-    schedule=Schedule(epochs=20, learning_rate=3e-3, patience=3),
+    schedule=Schedule(epochs=20, learning_rate=3e-3),
     rerank_weight=0.0,
     validation_users=2000,
     autoregressive=False,

@@ -60,7 +60,7 @@ class SasRecRecipe:
     negatives: int = 0
     max_history_items: int = 50
     max_nodes: int = 1536
-    schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3, patience=3)
+    schedule: Schedule = Schedule(epochs=12, learning_rate=2e-3)
     validation_users: int = 4000
 
 
@@ -73,7 +73,7 @@ PLAIN = SasRecRecipe(
     cosine=False,
     mask_seen=False,
     negatives=1024,
-    schedule=Schedule(epochs=20, learning_rate=1e-3, weight_decay=0.0, patience=3),
+    schedule=Schedule(epochs=20, learning_rate=1e-3, weight_decay=0.0),
 )
 VECTORS = SasRecRecipe()
 

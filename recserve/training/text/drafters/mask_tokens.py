@@ -65,7 +65,7 @@ class MaskTokensRecipe:
     batch: int = 4
     validation_rows: int = 64
     schedule: Schedule = field(
-        default_factory=lambda: Schedule(4, 3e-3, weight_decay=0.0, patience=0, betas=(0.9, 0.95))
+        default_factory=lambda: Schedule(4, 3e-3, weight_decay=0.0, betas=(0.9, 0.95))
     )
 
 

@@ -54,7 +54,7 @@ class SpecformerRecipe:
     batch: int = 8
     validation_rows: int = 64
     schedule: Schedule = field(
-        default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.0, patience=0)
+        default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.0)
     )
 
 
