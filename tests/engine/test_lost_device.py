@@ -90,5 +90,5 @@ def test_a_device_lost_under_rankings(device):
 )
 def test_a_device_lost_under_texts(device, drafter, parameters):
     engine = text_engine("cuda", [drafter] if drafter != "none" else [])
-    requests = [*texts(drafter, "sample", parameters, most=4), text_scores("cuda")]
+    requests = [*texts(drafter, "sample", parameters, most=6), text_scores("cuda")]
     lose_everywhere(device, engine, requests)
