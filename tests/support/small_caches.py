@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from recserve.engine.engine_config import EngineConfig
 
-CACHE_BYTES = 4 * 2**20
+CACHE_BYTES = 8 * 2**20
 
 
 def shrink_default_caches() -> None:
