@@ -62,9 +62,7 @@ class DrafterRecipe:
     validation_users: int = 300
     validation_width: int = 50
     surprise_weight: float = 0.0
-    schedule: Schedule = field(
-        default_factory=lambda: Schedule(5, 2e-3, weight_decay=0.01)
-    )
+    schedule: Schedule = field(default_factory=lambda: Schedule(5, 2e-3, weight_decay=0.01))
 
 
 RECIPES = {

@@ -79,9 +79,7 @@ class RankerRecipe:
     validation_users: int = 2000
     validation_popular_share: float = 0.5
     ignored: tuple[str, ...] = ()
-    schedule: Schedule = Schedule(
-        epochs=4, learning_rate=2e-3, weight_decay=0.1, averaging=0.98
-    )
+    schedule: Schedule = Schedule(epochs=4, learning_rate=2e-3, weight_decay=0.1, averaging=0.98)
 
 
 class RankerTrainee:

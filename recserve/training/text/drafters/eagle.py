@@ -62,9 +62,7 @@ class EagleRecipe:
     batch: int = 8
     validation_rows: int = 64
     schedule: Schedule = field(
-        default_factory=lambda: Schedule(
-            4, 1e-3, weight_decay=0.0, max_norm=0.5, betas=(0.9, 0.95)
-        )
+        default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.0, max_norm=0.5, betas=(0.9, 0.95))
     )
 
 

@@ -50,9 +50,7 @@ class MedusaRecipe:
     window: int = 256
     batch: int = 8
     validation_rows: int = 64
-    schedule: Schedule = field(
-        default_factory=lambda: Schedule(2, 1e-3, weight_decay=0.0)
-    )
+    schedule: Schedule = field(default_factory=lambda: Schedule(2, 1e-3, weight_decay=0.0))
 
 
 class MedusaTrainee:

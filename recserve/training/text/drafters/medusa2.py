@@ -53,16 +53,12 @@ class Medusa2Recipe:
     """
 
     heads: MedusaRecipe = field(
-        default_factory=lambda: MedusaRecipe(
-            schedule=Schedule(1, 1e-3, weight_decay=0.0)
-        )
+        default_factory=lambda: MedusaRecipe(schedule=Schedule(1, 1e-3, weight_decay=0.0))
     )
     weight: float = 0.2
     distill: bool = False
     schedule: Schedule = field(
-        default_factory=lambda: Schedule(
-            2, 2.5e-4, weight_decay=0.0, rates=(("heads.", 4.0),)
-        )
+        default_factory=lambda: Schedule(2, 2.5e-4, weight_decay=0.0, rates=(("heads.", 4.0),))
     )
 
 
