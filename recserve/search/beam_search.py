@@ -280,7 +280,11 @@ class BeamSearch:
         keys = wanted_prefixes(trie, beams.log_probs, beams.paths, which, self.scored.keys, below)
         if extra is not None:
             keys = torch.cat([keys, extra])
-        return draft_of_keys(trie, keys, len(self.sequences), level_offsets, self.scored)
+        return self.lay_out(keys, level_offsets)
+
+    def lay_out(self, keys: Tensor, level_offsets: Tensor) -> PrefixDraft:
+        """Returns the prefixes of keys [n] as token trees. Scored ones are not computed again."""
+        return draft_of_keys(self.trie, keys, len(self.sequences), level_offsets, self.scored)
 
     def record(self, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> None:
         """Adds the states of a draft to the scored prefixes.

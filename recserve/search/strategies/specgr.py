@@ -41,7 +41,7 @@ from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.dense import nearest
 from recserve.search.strategies.slate_trees import trace_round, with_trees
 from recserve.search.strategy import Heads, RecommendStrategy
-from recserve.search.trie_prefixes import PrefixDraft, draft_of_keys, needed_prefixes
+from recserve.search.trie_prefixes import PrefixDraft, needed_prefixes
 
 MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
 
@@ -182,8 +182,7 @@ class SpecGRStrategy(RecommendStrategy):
         """Returns the drafted items' prefixes, and from the second round on those of the beams."""
         keys = None if state.pending is None else state.pending.keys
         if keys is not None and not state.guided:
-            search, offsets = state.search, self.level_offsets
-            return draft_of_keys(search.trie, keys, len(search.sequences), offsets, search.scored)
+            return state.search.lay_out(keys, self.level_offsets)
         return state.search.propose(self.level_offsets, keys)
 
     def verify(

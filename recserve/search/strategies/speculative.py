@@ -34,7 +34,7 @@ from recserve.search.dense_candidates import score_ready_candidates, unscored_ca
 from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.slate_trees import trace_round
 from recserve.search.strategy import Heads
-from recserve.search.trie_prefixes import PrefixDraft, draft_of_keys
+from recserve.search.trie_prefixes import PrefixDraft
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
 # The plan of a head without a calibration: it always drafts.
@@ -159,9 +159,7 @@ class SpeculativeStrategy(BeamStrategy):
         """Returns a draft of prefixes, with those of the dense candidates."""
         if (extra := unscored_candidate_keys(state)) is not None:
             keys = torch.cat([keys, extra])
-        trees = len(state.sequences)
-        draft = draft_of_keys(state.trie, keys, trees, self.level_offsets, state.scored)
-        return replace(draft, guessed=True)
+        return replace(state.lay_out(keys, self.level_offsets), guessed=True)
 
     def _cached_drafts(self, sequences: Seq[SearchSequence]) -> list[CachedDraft | None]:
         return cached_drafts(sequences) if self.caches else [None] * len(sequences)
