@@ -79,37 +79,30 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
     return [converted({**row, **fields}, RecommendRequest) for row in _rows(tensors)]
 
 
-def ranking_requests(body: InferRequest) -> list[RankRequest]:
-    """Returns one rank request per row. Padding is no candidate.
+def ranking_requests(body: InferRequest) -> tuple[list[RankRequest], list[list[str]]]:
+    """Returns one rank request per row, and the [n, m] candidates with their padding.
+
+    Padding is no candidate of a request.
 
     Raises:
         InvalidRequest: If a tensor or a value is invalid.
     """
     tensors = _tensors(body, "rank")
+    if CANDIDATES not in tensors:
+        raise InvalidRequest("inputs", f"{CANDIDATES} is required")
     fields: dict[str, Any] = {"fields": _requested_fields(body)}
     if body.parameters.scorer is not None:
         fields["scorer"] = body.parameters.scorer
-    rows, candidates = _rows(tensors), candidate_rows(body)
+    rows, candidates = _rows(tensors), _texts(tensors[CANDIDATES])
     if len(rows) != len(candidates):
         raise InvalidRequest(
             "inputs", f"{CANDIDATES} has {len(candidates)} rows; expected {len(rows)}"
         )
-    return [
+    requests = [
         converted({**row, **fields, "candidates": _candidates(ids)}, RankRequest)
         for row, ids in zip(rows, candidates, strict=True)
     ]
-
-
-def candidate_rows(body: InferRequest) -> list[list[str]]:
-    """Returns the candidates of each row, padding included.
-
-    Raises:
-        InvalidRequest: If there are none or a value is no text.
-    """
-    found = next((tensor for tensor in body.inputs if tensor.name == CANDIDATES), None)
-    if found is None:
-        raise InvalidRequest("inputs", f"{CANDIDATES} is required")
-    return _texts(found)
+    return requests, candidates
 
 
 def slate_tensors(

@@ -32,7 +32,6 @@ from recserve.server.inference_counts import InferenceCounts
 from recserve.server.routing import handles
 from recserve.server.tensors import (
     INPUTS,
-    candidate_rows,
     describe_inputs,
     describe_outputs,
     ranking_requests,
@@ -154,14 +153,13 @@ async def _slates(context: RequestContext, body: InferRequest) -> Answered:
 
 
 async def _rankings(context: RequestContext, body: InferRequest) -> Answered:
-    requests = ranking_requests(body)
+    requests, candidates = ranking_requests(body)
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
     works = await context.begin(context.service.ranker.begin_batch, batch, deadline_s)
     found = await context.gather(works, deadline_s)
     answers: list[RankResponse] = [context.record(one) for one in found]
-    tensors = ranking_tensors(requests, answers, candidate_rows(body))
-    return answers[0].model_version, tensors
+    return answers[0].model_version, ranking_tensors(requests, answers, candidates)
 
 
 def _serving(context: RequestContext, name: str) -> Service:
