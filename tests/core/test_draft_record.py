@@ -116,6 +116,11 @@ def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature, load_aw
         assert drafter.drafts < KNOWN_DRAFTS + 3 * PROBE_LENGTH
 
 
+def slate_query(model, trie, seed):
+    prefix = draw_root(model, 5, seed)
+    return SlateQuery(prefix=prefix, trie=trie, k=10, beam_width=10, strategy="speculative")
+
+
 def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
     model, trie = make(CATALOGUES["ordinary"], "codes", "vocabulary")
     head = make_head(model, "adversarial")
@@ -126,16 +131,7 @@ def test_a_head_that_saves_no_round_is_paused_and_slates_stay_the_same():
     engine = build_engine(models, EngineConfig(kv_bytes=16 * 2**20))
     drafts = []
     for start in range(0, KNOWN_DRAFTS + 16, 8):
-        requests = [
-            SlateQuery(
-                prefix=draw_root(model, 5, seed),
-                trie=trie,
-                k=10,
-                beam_width=10,
-                strategy="speculative",
-            )
-            for seed in range(start, start + 8)
-        ]
+        requests = [slate_query(model, trie, seed) for seed in range(start, start + 8)]
         answers = engine.run_many(requests)
         drafts += [answer.timing.drafted for answer in answers]
         exact = engine.run(replace(requests[0], strategy="beam"))
@@ -152,16 +148,7 @@ def test_a_good_head_raises_no_alarm():
     nothing, promised = DraftPlan(0.0, 24.0, 2.0, 0.0), DraftPlan(50.0, 30.0, 0.0, 1.0)
     head.calibration = Calibration({(10, 10): (nothing, promised)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), EngineConfig(kv_bytes=2**24))
-    requests = [
-        SlateQuery(
-            prefix=draw_root(model, 5, seed),
-            trie=trie,
-            k=10,
-            beam_width=10,
-            strategy="speculative",
-        )
-        for seed in range(KNOWN_DRAFTS + 8)
-    ]
+    requests = [slate_query(model, trie, seed) for seed in range(KNOWN_DRAFTS + 8)]
     for start in range(0, len(requests), 8):
         engine.run_many(requests[start : start + 8])
     health = engine.stats().drafts["speculative"]
