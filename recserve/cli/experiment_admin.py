@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.parse
@@ -102,10 +103,10 @@ def ask(method: str, url: str, path: str, key: str | None) -> Any:
     """
     if not url.startswith(("http://", "https://")):
         raise typer.BadParameter(f"expected http://HOST:PORT, got {url!r}", param_hint="URL")
-    request = urllib.request.Request(url.rstrip("/") + path, method=method)
-    if key:
-        request.add_header("Authorization", f"Bearer {key.split(',')[0].strip()}")
     try:
+        request = urllib.request.Request(url.rstrip("/") + path, method=method)
+        if key:
+            request.add_header("Authorization", f"Bearer {key.split(',')[0].strip()}")
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
@@ -114,7 +115,7 @@ def ask(method: str, url: str, path: str, key: str | None) -> Any:
         except (ValueError, KeyError, TypeError):
             message = error.reason
         raise RuntimeError(f"{url} answered {error.code}: {message}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise RuntimeError(f"{url} does not answer: {error}") from None
 
 

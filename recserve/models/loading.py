@@ -36,6 +36,7 @@ MAX_SIZE = 1 << 24
 LIMITS = {
     "num_hidden_layers": MOST["num_layers"],
     "num_nextn_predict_layers": MOST["num_layers"],
+    "medusa_num_layers": MOST["num_layers"],
     "num_attention_heads": MOST["num_heads"],
     "num_key_value_heads": MOST["num_kv_heads"],
     "head_dim": MOST["head_dim"],
@@ -45,6 +46,10 @@ LIMITS = {
 # Products with larger weights leave the range of float32.
 MAX_WEIGHT = 2.0**64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = (*DTYPES.values(), torch.float64)
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# Tensors of drafters that map tokens.
+TABLES = ("d2t", "t2d", "token_map")
 
 
 class UnsupportedModel(ValueError):
@@ -82,7 +87,7 @@ def load_language_model(
             if name not in files:
                 raise UnsupportedModel(f"{folder.name} has no tensor {name!r}")
             used.add(name)
-            tensor: Tensor = opened[files[name]].get_tensor(name).to(dtype)
+            tensor = read_tensor(opened[files[name]], name, files[name]).to(dtype)
             size = largest(tensor)
             if not math.isfinite(size):
                 raise UnsupportedModel(
@@ -421,7 +426,7 @@ def read_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def read_object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+def read_object(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns an object inside a configuration; a missing one or null gives an empty one."""
     value = fields.get(name)
     if value is not None and not isinstance(value, dict):
@@ -465,8 +470,22 @@ def joined(prefix: str, part: str, last: str, read: Callable[[str], Tensor]) -> 
         last: `weight` or `bias`.
         read: Returns a tensor of the file.
     """
-    pieces = [read(f"{prefix}{theirs}.{last}") for theirs in PARTS[part]]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return join_rows({name: read(name) for name in (f"{prefix}{p}.{last}" for p in PARTS[part])})
+
+
+def join_rows(pieces: Mapping[str, Tensor]) -> Tensor:
+    """Returns tensors as one, the rows of each after those of the one before.
+
+    Raises:
+        UnsupportedModel: If their rows have different sizes.
+    """
+    if len(pieces) == 1:
+        return next(iter(pieces.values()))
+    shapes = {name: tuple(piece.shape) for name, piece in pieces.items()}
+    if () in shapes.values() or len({shape[1:] for shape in shapes.values()}) > 1:
+        listed = ", ".join(f"{name} is {shape}" for name, shape in shapes.items())
+        raise UnsupportedModel(f"{listed}; only their first sizes may differ")
+    return torch.cat(list(pieces.values()))
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -515,6 +534,26 @@ def opened_file(path: Path, device: str = "cpu") -> Any:
         ) from error
     except (UnreadableFile, OSError) as error:
         raise UnsupportedModel(str(error)) from error
+
+
+def read_tensor(file: Any, name: str, path: Path) -> Tensor:
+    """Returns a tensor of an opened safetensors file.
+
+    Numbers of 8 bits need scales, which no loader reads. So weights are floats of 16 bits or more,
+    and tables of tokens (TABLES) are integers or truth values.
+
+    Raises:
+        UnsupportedModel: If the file has no such tensor, or one of another type.
+    """
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
+    table = name.rsplit(".", 1)[-1] in TABLES
+    if tensor.dtype not in (WHOLE if table else FLOATS):
+        needed = "integers or truth values" if table else "float16, bfloat16, float32 or float64"
+        raise UnsupportedModel(f"{path}: {name} is {tensor.dtype}; expected {needed}")
+    return tensor
 
 
 def read_json(path: Path) -> dict[str, Any]:

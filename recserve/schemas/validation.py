@@ -7,6 +7,7 @@ nearest field name, and the meaning of a pattern.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -178,7 +179,7 @@ def _unknown(name: str, there: Sequence[dict[str, Any]]) -> str:
 def _describe_bound(reason: str, there: Sequence[dict[str, Any]]) -> str:
     """Returns the bound: names of an enumeration, a pattern in words, or msgspec's own text."""
     if reason.startswith("Invalid enum value"):
-        names = sorted({name for schema in there for name in schema.get("enum", ())})
+        names = sorted({str(name) for schema in there for name in schema.get("enum", ())})
         return f"expected {' or '.join(names)}"
     others = [schema[OR_TYPE] for schema in there if OR_TYPE in schema]
     if others and _MISTYPED.fullmatch(reason):
@@ -258,6 +259,8 @@ def _replace_at(given: Any, steps: Sequence[Step], value: Any) -> Any:
 def _summary(value: Any) -> str:
     if value is UNSET:
         return "a number that is too large"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no word for it
     if isinstance(value, str) and len(value) > 60:
         return f"a string of length {len(value)}"
     if isinstance(value, list | dict):

@@ -1,6 +1,8 @@
 """`recserve experiments`, against a live server."""
 
 import json
+import socket
+import threading
 
 import msgspec
 import pytest
@@ -94,6 +96,29 @@ def test_a_refusal_is_shown(client, arguments, words):
     command, *rest = arguments
     refused = invoke(command, client.base_url, *rest)
     assert refused.exit_code != 0 and words in str(refused.exception)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:port", "http://[::1", "http://a b"])
+def test_an_address_that_names_no_server(address):
+    refused = invoke("list", address)
+    assert isinstance(refused.exception, RuntimeError)
+    assert f"{address} does not answer" in str(refused.exception)
+
+
+def test_a_server_that_speaks_no_http():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def greet():
+            with server.accept()[0] as one:
+                one.recv(4096)
+                one.sendall(b"220 mail.example ready\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        refused = invoke("list", f"http://127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+    assert isinstance(refused.exception, RuntimeError)
+    assert "does not answer" in str(refused.exception)
 
 
 def test_a_server_that_is_not_there():

@@ -235,7 +235,7 @@ FAULTS = {
     some_layers: "layers_to_transform",
     trained_biases: "bias is 'all'",
     another_rank: "r and the target require",
-    no_alpha: "lora_alpha None",
+    no_alpha: "lora_alpha is None",
     head_is_named: "'lm_head'",
     not_named: "k_proj.lora_A",
     no_b: "layers.1.mlp.up_proj.lora_B",

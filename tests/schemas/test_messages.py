@@ -1,8 +1,13 @@
 """Bodies: what is refused, and that the message names field, bound and what came."""
 
+import math
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from recserve.experiments.serving.settings import parse_experiments
 from recserve.schemas.items import InvalidRequest, ItemInput, RankRequest, RecommendRequest
 from recserve.schemas.text import ChatRequest, CompletionRequest
 from recserve.schemas.validation import converted
@@ -124,3 +129,18 @@ def test_values_of_plain_types_are_refused_in_the_same_words(kind, given, messag
     with pytest.raises(InvalidRequest) as caught:
         converted(given, kind)
     assert str(caught.value) == message
+
+
+def test_values_that_json_cannot_write_are_named():
+    """Settings come from YAML and Python, which have numbers that JSON has no word for."""
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(InvalidRequest, match=f"expected float .*, got {value}$"):
+            converted({"dense_weight": value}, RecommendRequest)
+
+
+@given(st.integers().filter(lambda value: value != 2))
+def test_a_number_among_few_is_named(value):
+    arms = [{"name": "a"}, {"name": "b"}]
+    wrong = {"name": "s", "use": "recommend", "arms": arms, "hash_version": value}
+    with pytest.raises(InvalidRequest, match=f"hash_version: expected 2, got {value}"[:70]):
+        parse_experiments([wrong])

@@ -24,7 +24,15 @@ from recserve.models.drafters.block import Block, BlockConfig
 from recserve.models.drafters.block_layouts import read_block_config
 from recserve.models.drafters.network_files import read_token_map, to_halves
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json, tensor_files
+from recserve.models.loading import (
+    PARTS,
+    UnsupportedModel,
+    join_rows,
+    opened_file,
+    read_json,
+    read_tensor,
+    tensor_files,
+)
 from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
 
@@ -86,7 +94,7 @@ def load_block(folder: Path, target: LanguageModel) -> Block:
 
     loaded = {}
     for name, empty in network.state_dict().items():
-        weight = torch.cat([read(own) for own in _names(name)])
+        weight = join_rows({own: read(own) for own in _names(name)})
         if weight.shape != empty.shape:
             raise UnsupportedModel(
                 f"{name} is {tuple(weight.shape)} in {folder.name}; its config.json and the target "
@@ -133,7 +141,10 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                     short = into + PREFIX.sub("", short)
                 short = HEAD_PARTS.sub(r"markov_head.\1.", short)
                 short = re.sub(r"^confidence_proj\.", "confidence_head.proj.", short)
-                found[ALIASES.get(short, short)] = file.get_tensor(name)
+                short = ALIASES.get(short, short)
+                if short in found:
+                    raise UnsupportedModel(f"{folder.name} has the tensor {short!r} twice")
+                found[short] = read_tensor(file, name, path)
     if "mask_embedding" in found:
         found["mask_embedding"] = found["mask_embedding"].flatten()
     return found

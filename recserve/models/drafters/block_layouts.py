@@ -120,6 +120,10 @@ class _Fields:
             raise UnsupportedModel(f"config.json contradicts itself: {found}; remove the wrong one")
         return next(iter(found.values()), default)
 
+    def spelling(self, *names: str) -> str:
+        """Returns the one of a field's names that has a value; the first name without one."""
+        return next((name for name in names if self.get(name) is not None), names[0])
+
     @property
     def speculators(self) -> bool:
         """Whether speculators wrote the file."""
@@ -127,7 +131,7 @@ class _Fields:
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Returns true or false; see `get` and `read_flag`."""
-        name = next((name for name in names if self.get(name) is not None), names[0])
+        name = self.spelling(*names)
         return read_flag({name: self.get(*names)}, name, default)
 
 
@@ -159,18 +163,21 @@ def read_block_config(
     names = read_names(fields, "architectures")
     found = _Fields(top, nested, tensors, _kind({**top, **given}, " ".join(names), tensors))
     _refuse(found)
+    if not isinstance(found.top.get("model_type", ""), str | None):
+        raise UnsupportedModel(
+            f"config.json: model_type is {found.top['model_type']!r:.80}; a text is needed"
+        )
     own, decoder = target.config, target.config.decoder
     sizes = dict(found.top) | {
         "model_type": "qwen3",
         "vocab_size": own.vocab_size,
-        "max_position_embeddings": found.top.get("max_position_embeddings")
-        or decoder.max_positions,
+        "max_position_embeddings": read_whole(
+            found.top, "max_position_embeddings", decoder.max_positions
+        ),
         "use_sliding_window": False,
     }
-    if found.get("rope_theta") is None and not any(
-        (found.top.get(name) or {}).get("rope_theta")
-        for name in ("rope_parameters", "rope_scaling")
-    ):
+    ropes = [read_object(found.top, name) for name in ("rope_parameters", "rope_scaling")]
+    if found.get("rope_theta") is None and all(rope.get("rope_theta") is None for rope in ropes):
         # transformers would read 10,000 and vLLM 1,000,000.
         raise UnsupportedModel("config.json names no rope_theta; add the one of the training")
     for name, expected in (
@@ -190,7 +197,8 @@ def read_block_config(
             "model_type is 'qwen3', which has norms of queries and keys; there is no tensor "
             "'layers.0.self_attn.q_norm.weight'"
         )
-    mask = found.get("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+    masks = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+    mask = found.get(*masks)
     if mask is None and "mask_embedding" not in tensors:
         raise UnsupportedModel("config.json names no mask_token_id, and there is no mask_embedding")
     size = found.get("block_size", "dspark_block_size")
@@ -204,9 +212,7 @@ def read_block_config(
         draft_vocab_size=_whole(found, "draft_vocab_size", default=own.vocab_size),
         block_size=_whole(found, "block_size", "dspark_block_size"),
         **_attention(found, network.num_layers, decoder.max_positions),
-        mask_token=-1
-        if mask is None
-        else read_whole({"mask_token_id": mask}, "mask_token_id", least=0),
+        mask_token=-1 if mask is None else _whole(found, *masks, least=0),
         from_anchor=_from_anchor(found),
         own_mask="mask_embedding" in tensors,
         own_embedding="embed_tokens.weight" in tensors,
@@ -222,7 +228,8 @@ def read_block_config(
 
 
 def _whole(found: _Fields, *names: str, default: int | None = None, least: int = 1) -> int:
-    return read_whole({names[0]: found.get(*names)}, names[0], default, least)
+    name = found.spelling(*names)
+    return read_whole({name: found.get(*names)}, name, default, least)
 
 
 def _number(found: _Fields, *names: str, default: float) -> float:
@@ -367,11 +374,12 @@ def _heads(found: _Fields) -> dict[str, Any]:
         taps, group, rank, top = (_whole(found, name) for name in names)
         return {"conv": ConvConfig(taps, group), "selector": SelectorConfig(rank, top)}
     for name in ("conv_kernel_size", "conv_group_size", "selector_top_k"):
-        if found.get(name):
+        if _whole(found, name, default=0, least=0):
             raise UnsupportedModel(
                 f"config.json: {name} is {found.get(name)!r}, and it names no selector_rank; "
                 "DFlash2 needs both"
             )
+    _whole(found, "selector_rank", default=0, least=0)
     rank = _whole(found, "markov_rank", default=0, least=0)
     if not rank:
         return {}

@@ -60,6 +60,7 @@ from recserve.models.loading import (
     read_json,
     read_names,
     read_object,
+    read_tensor,
     read_whole,
     tensor_files,
 )
@@ -148,8 +149,8 @@ def read_eagle_config(
     if None not in masks.values() and len(set(map(repr, masks.values()))) > 1:
         raise UnsupportedModel(f"config.json contradicts itself: {masks}; remove the wrong one")
     parallel = kind == "peagle" or "mask_hidden" in tensors or read_flag(every, "parallel_drafting")
-    if mask is not None:
-        read_whole({"mask_token_id": mask}, "mask_token_id", least=0)
+    for name in masks:
+        read_whole(masks, name, 0, least=0)
     if mask is None and parallel:
         raise UnsupportedModel("mask_token_id is missing; a P-EAGLE network needs one")
     fused = "hidden_norm.weight" in {_leaf(name) for name in tensors}
@@ -157,7 +158,7 @@ def read_eagle_config(
     sizes = lay_over(fields, inner, "transformer_layer_config")
     if _stored_layers(tensors) == 1 and kind == "eagle3" and mask is None:
         # The authors build one layer, whatever the field says. Files hold 40 for the target's.
-        sizes["num_hidden_layers"] = 1
+        sizes["num_hidden_layers"] = min(read_whole(sizes, "num_hidden_layers"), 1)
     sized = read_sizes(sizes, tensors, target)
     check_neutral(
         every,
@@ -297,7 +298,9 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for path in sorted(set(files.values())):
         with opened_file(path) as file:
             for name in file.keys():  # noqa: SIM118
-                found[_short(name)] = file.get_tensor(name)
+                if _short(name) in found:
+                    raise UnsupportedModel(f"{folder.name} has the tensor {_short(name)!r} twice")
+                found[_short(name)] = read_tensor(file, name, path)
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,19 @@ from torch import Tensor
 from recserve.files import gguf_hint
 from recserve.models.drafters.mask_tokens import MaskTokens, MaskTokensConfig
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json
+from recserve.models.loading import (
+    PARTS,
+    UnsupportedModel,
+    opened_file,
+    read_json,
+    read_tensor,
+)
 from recserve.models.weight_check import is_finite
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "mtp_head.safetensors"
 PREFIX = "base_model.model.model.layers."
 LORA_PARTS = ("qkv", "output", "gate_up", "down")
+MAX_RANK = 1 << 14
 # Fields that must be absent or have the value that plain LoRA has.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -70,13 +78,14 @@ def load_mask_tokens(folder: Path, target: LanguageModel) -> MaskTokens:
     rank, alpha = _read_config(fields, folder.name)
     named = _named_modules(fields, target.config.decoder.num_layers, folder.name)
     adapter, head = _tensors(folder / ADAPTER), _tensors(folder / HEAD)
-    if "mask_embeddings" not in head or head["mask_embeddings"].ndim != 2:
+    masks = head.pop("mask_embeddings", None)
+    if masks is None or masks.ndim != 2 or not len(masks):
         raise UnsupportedModel(f"{HEAD} of {folder.name} has no tensor 'mask_embeddings' [k, E]")
-    config = MaskTokensConfig(target.config.decoder, head["mask_embeddings"].shape[0], rank, alpha)
-    network = MaskTokens(config)
-    weights = {"lora.embeddings": head.pop("mask_embeddings")}
-    weights |= {name: tensor for name, tensor in head.items() if name.startswith("sampler.")}
-    if other := sorted(set(head) - set(weights)):
+    config = MaskTokensConfig(target.config.decoder, len(masks), rank, alpha)
+    with torch.device("meta"):
+        network = MaskTokens(config)
+    weights = {"lora.embeddings": masks, **head}
+    if other := sorted(name for name in head if not name.startswith("sampler.")):
         raise UnsupportedModel(f"{HEAD} of {folder.name} has an unknown tensor {other[0]!r}")
     used: set[str] = set()
     for layer in range(target.config.decoder.num_layers):
@@ -118,11 +127,21 @@ def _read_config(fields: dict[str, Any], folder: str) -> tuple[int, float]:
     if fields.get("peft_type") != "LORA":
         raise UnsupportedModel(f"peft_type is {fields.get('peft_type')!r} in {folder}, not 'LORA'")
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise UnsupportedModel(
-            f"{CONFIG} of {folder}: r is {rank!r} and lora_alpha {alpha!r}; numbers are needed"
+            f"{CONFIG} of {folder}: r is {rank!r:.80}; an integer from 1 to {MAX_RANK} is needed"
         )
-    return rank, alpha * rank**0.5 if fields.get("use_rslora") else float(alpha)
+    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+    if not number or not 0 < alpha <= sys.float_info.max:
+        raise UnsupportedModel(
+            f"{CONFIG} of {folder}: lora_alpha is {alpha!r:.80}; a number above 0 is needed"
+        )
+    scaled = fields.get("use_rslora")
+    if scaled is not None and not isinstance(scaled, bool):
+        raise UnsupportedModel(
+            f"{CONFIG} of {folder}: use_rslora is {scaled!r:.80}; true or false is needed"
+        )
+    return rank, alpha * rank**0.5 if scaled else float(alpha)
 
 
 def _named_modules(fields: dict[str, Any], num_layers: int, folder: str) -> set[str]:
@@ -137,13 +156,24 @@ def _named_modules(fields: dict[str, Any], num_layers: int, folder: str) -> set[
     if wanted == "all-linear":
         return set(modules)
     if isinstance(wanted, str):
-        return {m for m in modules if re.fullmatch(wanted, f"model.layers.{m}")}
+        try:
+            return {m for m in modules if re.fullmatch(wanted, f"model.layers.{m}")}
+        except re.error as error:
+            raise UnsupportedModel(
+                f"{CONFIG} of {folder}: target_modules is {wanted!r:.80}, which is no regular "
+                f"expression: {error}"
+            ) from error
+    if not isinstance(wanted, list) or not all(isinstance(name, str) for name in wanted):
+        raise UnsupportedModel(
+            f"{CONFIG} of {folder}: target_modules is {wanted!r:.80}; a list of names, a regular "
+            "expression or 'all-linear' is needed"
+        )
     found: set[str] = set()
-    for target in wanted or ():
+    for target in wanted:
         own = {m for m in modules if f".model.layers.{m}".endswith(f".{target}")}
         if not own:
             raise UnsupportedModel(
-                f"target_modules of {folder} names {target!r}, which has no LoRA"
+                f"{CONFIG} of {folder}: target_modules names {target!r:.80}, which has no LoRA"
             )
         found |= own
     return found
@@ -195,7 +225,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise UnsupportedModel(f"{path.parent.name} has no {path.name}{gguf_hint(path.parent)}")
     with opened_file(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {name: read_tensor(file, name, path) for name in file.keys()}  # noqa: SIM118
 
 
 def save_mask_tokens(network: MaskTokens, folder: Path) -> None:

@@ -8,7 +8,7 @@ heads where there are 5. Every field and every tensor is read, known to change n
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -33,6 +33,7 @@ from recserve.models.loading import (
     opened_file,
     read_flag,
     read_json,
+    read_tensor,
     read_whole,
     weight_map,
 )
@@ -119,14 +120,35 @@ def load_medusa(
                 f"{tuple(empty.shape)}"
             )
         cast[name] = weights[name].to(device, None if name == "token_map" else dtype)
+        if not is_finite(cast[name]):
+            raise UnsupportedModel(
+                f"{folder.name}: {their_names(name)} holds NaN or infinity as {dtype}, with "
+                f"logit_scale {scale:g}"
+            )
     heads.load_state_dict(cast, assign=True)
     return heads.requires_grad_(False).eval()
 
 
 def load_accuracies(folder: Path | str) -> list[list[float]] | None:
     """Returns how often each head's prediction of each rank is right; None if not measured."""
-    rows = _fields(Path(folder)).get(ACCURACIES)
-    return None if rows is None else [[float(value) for value in row] for row in rows]
+    return _accuracies(_fields(Path(folder)))
+
+
+def _accuracies(fields: Mapping[str, Any]) -> list[list[float]] | None:
+    rows = fields.get(ACCURACIES)
+    if rows is None:
+        return None
+    lists = isinstance(rows, list) and bool(rows) and all(isinstance(row, list) for row in rows)
+    if not lists or not all(row and all(map(_is_share, row)) for row in rows):
+        raise UnsupportedModel(
+            f"config.json: {ACCURACIES} is {rows!r:.80}; a list for each head, with a number from "
+            "0 to 1 for each rank, is needed"
+        )
+    return [[float(value) for value in row] for row in rows]
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def save_medusa(
@@ -181,16 +203,27 @@ def _check_fields(fields: Mapping[str, Any], config: MedusaConfig, folder: str, 
     for name, value in expected.items():
         if fields.get(name) is not None and fields[name] != value:
             raise UnsupportedModel(
-                f"{name} is {fields[name]!r} in config.json of {folder}; its tensors and the "
+                f"{name} is {fields[name]!r:.80} in config.json of {folder}; its tensors and the "
                 f"target have {value!r}"
             )
+    rows, words = _accuracies(fields) or [], config.head_vocab or config.vocab_size
+    if len(rows) > config.num_heads or any(len(row) > words for row in rows):
+        raise UnsupportedModel(
+            f"config.json of {folder}: {ACCURACIES} has {len(rows)} heads and up to "
+            f"{max(map(len, rows))} ranks; its tensors have {config.num_heads} heads with {words} "
+            "tokens each"
+        )
 
 
 def _logit_scale(fields: Mapping[str, Any]) -> float:
     """Returns the factor of the heads' logits, which the output matrices absorb."""
-    scale = fields.get("logit_scale") or 1.0
-    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
-        raise UnsupportedModel(f"logit_scale is {fields['logit_scale']!r}; it must be above 0")
+    scale = fields.get("logit_scale")
+    scale = 1.0 if scale is None else scale
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not number or not 0 < scale <= sys.float_info.max:
+        raise UnsupportedModel(
+            f"config.json: logit_scale is {scale!r:.80}; a number above 0 is needed"
+        )
     return float(scale)
 
 
@@ -216,11 +249,17 @@ def _config(
     words = weights.get("token_map")
     if words is None:
         return config
-    if words.numel() and not 0 <= int(words.min()) <= int(words.max()) < vocab_size:
+    if words.ndim != 1 or not len(words):
+        raise UnsupportedModel(
+            f"token_map of {folder} is {tuple(words.shape)}; a list of tokens is needed"
+        )
+    if not 0 <= int(words.min()) <= int(words.max()) < vocab_size:
         raise UnsupportedModel(
             f"token_map of {folder} names tokens {int(words.min())}..{int(words.max())}; the "
             f"target's vocabulary is 0..{vocab_size - 1}"
         )
+    if len(words.unique()) < len(words):
+        raise UnsupportedModel(f"token_map of {folder} names a token twice")
     return replace(config, head_vocab=words.shape[0])
 
 
@@ -252,7 +291,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         with opened_file(path) as file:
             for name in file.keys():  # noqa: SIM118
                 if may_be_head(name):
-                    weights[name] = file.get_tensor(name)
+                    weights[name] = read_tensor(file, name, path)
                     if not is_finite(weights[name]):
                         raise UnsupportedModel(
                             f"{path}: {name} holds NaN or infinity; the heads are damaged"

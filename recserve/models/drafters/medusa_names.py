@@ -21,10 +21,11 @@ from torch import Tensor
 from recserve.models.loading import UnsupportedModel
 
 PREFIX = re.compile(r"^(medusa_heads?\.|model\.)+")
-ORIGINAL_BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
-ORIGINAL_OUTPUT = re.compile(r"^(\d+)\.(\d+)\.weight$")
-VLLM_BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
-VLLM_OUTPUT = re.compile(r"^lm_heads?\.(?:(\d+)\.)?weight$")
+# Numbers up to 999: a larger one would ask for so many heads or blocks.
+ORIGINAL_BLOCK = re.compile(r"^(\d{1,3})\.(\d{1,3})\.linear\.(weight|bias)$")
+ORIGINAL_OUTPUT = re.compile(r"^(\d{1,3})\.(\d{1,3})\.weight$")
+VLLM_BLOCK = re.compile(r"^blocks\.(\d{1,3})\.layers\.(\d{1,3})\.(weight|bias)$")
+VLLM_OUTPUT = re.compile(r"^lm_heads?\.(?:(\d{1,3})\.)?weight$")
 # The target's own tensors, which a folder of target and heads together holds too.
 TARGET = re.compile(r"^(model\.(embed_tokens|layers\.\d+|norm)\..+|lm_head\.weight)$")
 

@@ -57,6 +57,7 @@ from recserve.models.loading import (
     read_json,
     read_names,
     read_object,
+    read_tensor,
     read_whole,
     tensor_files,
 )
@@ -201,8 +202,7 @@ def _stored(folder: Path) -> StoredTensors:
 
     def load(name: str) -> Tensor:
         with opened_file(files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+            return read_tensor(file, name, files[name])
 
     return StoredTensors(folder.name, set(files), load)
 

@@ -217,6 +217,11 @@ def read_token_map(
                 f"({length},)"
             )
     if draft_vocab_size == vocab_size:
+        if offsets is not None and bool(offsets.any()):
+            raise UnsupportedModel(
+                f"{folder}: d2t has offsets other than 0, and draft_vocab_size is that of the "
+                f"target, {vocab_size}"
+            )
         return None
     if offsets is None:
         raise UnsupportedModel(
@@ -248,13 +253,15 @@ def read_sizes(
     own = target.config
     check_neutral(fields, {"vocab_size": own.vocab_size, "position_embedding_type": "rope"})
     family = fields.get("model_type")
+    if family is not None and not isinstance(family, str):
+        raise UnsupportedModel(f"config.json: model_type is {family!r:.80}; a text is needed")
     sizes = {
         "model_type": family if family in FAMILIES else "llama",
         "vocab_size": own.vocab_size,
         "use_sliding_window": False,
     }
     served = own.decoder.max_positions
-    sizes["max_position_embeddings"] = fields.get("max_position_embeddings") or served
+    sizes["max_position_embeddings"] = read_whole(fields, "max_position_embeddings", served)
     read = read_config({**fields, **sizes}, served).decoder
     biased = read.attention_bias
     if family == "qwen2":  # SpecForge's heads of this type have no biases, EAGLE-1's have them

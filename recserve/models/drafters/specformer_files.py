@@ -31,7 +31,16 @@ from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.specformer import Specformer, SpecformerConfig
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import UnsupportedModel, opened_file, read_json, tensor_files
+from recserve.models.loading import (
+    UnsupportedModel,
+    join_rows,
+    opened_file,
+    read_flag,
+    read_json,
+    read_tensor,
+    read_whole,
+    tensor_files,
+)
 from recserve.models.weight_check import is_finite
 
 PREFIX = "mtp."
@@ -85,13 +94,13 @@ def load_specformer(folder: Path, target: LanguageModel) -> Specformer:
     dtype, device = target.tokens.weight.dtype, target.tokens.weight.device
     loaded, used = {}, set[str]()
     for name, empty in network.state_dict().items():
-        pieces = []
+        pieces = {}
         for theirs in _theirs(name):
             if theirs not in weights:
                 raise UnsupportedModel(f"{folder.name} has no tensor {theirs!r}")
             used.add(theirs)
-            pieces.append(weights[theirs])
-        weight = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            pieces[theirs] = weights[theirs]
+        weight = join_rows(pieces)
         if weight.shape != empty.shape:
             raise UnsupportedModel(
                 f"{' and '.join(_theirs(name))}: {tuple(weight.shape)} in {folder.name}; its "
@@ -123,21 +132,20 @@ def read_specformer_config(fields: dict[str, Any], target: LanguageModel) -> Spe
     for name, value in fields.items():
         if name not in (*SIZES, *OWN, *WITHOUT_EFFECT):
             raise UnsupportedModel(f"config.json has an unknown field {name!r}")
-        if name in expected and value != expected[name]:
-            raise UnsupportedModel(f"{name} is {value!r}; the target requires {expected[name]!r}")
-    slots, hooks = fields.get("max_ahead"), fields.get("hook_list")
-    if not isinstance(slots, int) or slots < 1:
-        raise UnsupportedModel(f"config.json: max_ahead is {slots!r}; a positive integer is needed")
+        if name in expected and value not in (None, expected[name]):
+            raise UnsupportedModel(
+                f"config.json: {name} is {value!r:.80}; the target requires {expected[name]!r}"
+            )
+    hooks = fields.get("hook_list")
     if not isinstance(hooks, list) or not hooks:
-        raise UnsupportedModel(f"config.json: hook_list is {hooks!r}; a list of layers is needed")
-    causal = fields.get("is_causal", True)
-    if not isinstance(causal, bool):
-        raise UnsupportedModel(f"config.json: is_causal is {causal!r}; true or false is needed")
+        raise UnsupportedModel(
+            f"config.json: hook_list is {hooks!r:.80}; a list of layers is needed"
+        )
     return SpecformerConfig(
         decoder=one_layer(target),
         target_layers=tuple(_layer(hook, decoder.num_layers) for hook in hooks),
-        num_slots=slots,
-        causal=causal,
+        num_slots=read_whole(fields, "max_ahead"),
+        causal=read_flag(fields, "is_causal", True),
     )
 
 
@@ -197,9 +205,10 @@ def _layer(hook: Any, depth: int) -> int:
 
     The last of Hugging Face's hidden states has the final norm, so it is the final state.
     """
-    if not isinstance(hook, int) or not -depth - 1 <= hook <= depth:
+    if type(hook) is not int or not -depth - 1 <= hook <= depth:
         raise UnsupportedModel(
-            f"hook_list names layer {hook!r} of its target, which has {depth} layers"
+            f"config.json: hook_list names layer {hook!r:.80} of its target, which has {depth} "
+            f"layers; integers from {-depth - 1} to {depth} name one"
         )
     number = hook % (depth + 1)
     return FINAL_LAYER if number == depth else number
@@ -222,5 +231,5 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
                 short = name.removeprefix(PREFIX)
                 if short in found:
                     raise UnsupportedModel(f"{folder.name} has the tensor {short!r} twice")
-                found[short] = file.get_tensor(name)
+                found[short] = read_tensor(file, name, path)
     return found

@@ -16,6 +16,7 @@ from recserve.models.loading import (
     UnsupportedModel,
     opened_file,
     read_json,
+    read_object,
     weight_map,
 )
 
@@ -66,7 +67,7 @@ class DrafterFiles:
     @property
     def fields(self) -> dict[str, Any]:
         """The configuration with the fields of `transformer_layer_config` laid over it."""
-        return {**self.config, **(self.config.get("transformer_layer_config") or {})}
+        return {**self.config, **read_object(self.config, "transformer_layer_config")}
 
     def load(self, name: str) -> Any:
         """Returns a tensor."""

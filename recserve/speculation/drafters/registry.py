@@ -9,6 +9,7 @@ from pathlib import Path
 
 from recserve.core.plugins import with_plugins
 from recserve.models.language_model import LanguageModel
+from recserve.models.loading import UnsupportedModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.drafters.draft_model import ModelDrafter
@@ -83,7 +84,16 @@ def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> 
         count = classes[part].num_folders
         if count is not None:
             own[part], rest = rest[:count], rest[count:]
-    built = [classes[part].from_folders(own.get(part, rest), target) for part in names]
+    built = []
+    for part in names:
+        used = own.get(part, rest)
+        try:
+            built.append(classes[part].from_folders(used, target))
+        except ValueError as error:
+            if not used:
+                raise
+            where = ", ".join(map(str, used))
+            raise UnsupportedModel(f"drafter {part} in {where}: {error}") from error
     return built[0] if len(built) == 1 else MergedDrafter(built)
 
 
