@@ -132,7 +132,7 @@ def _read_config(fields: dict[str, Any], folder: str) -> tuple[int, float]:
             f"{CONFIG} of {folder}: r is {rank!r:.80}; an integer from 1 to {MAX_RANK} is needed"
         )
     number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if not number or not 0 < alpha <= sys.float_info.max:
+    if alpha is None or not number or not 0 < alpha <= sys.float_info.max:
         raise UnsupportedModel(
             f"{CONFIG} of {folder}: lora_alpha is {alpha!r:.80}; a number above 0 is needed"
         )

@@ -258,7 +258,7 @@ def _config(
             f"token_map of {folder} names tokens {int(words.min())}..{int(words.max())}; the "
             f"target's vocabulary is 0..{vocab_size - 1}"
         )
-    if len(words.unique()) < len(words):
+    if len(set(words.tolist())) < len(words):
         raise UnsupportedModel(f"token_map of {folder} names a token twice")
     return replace(config, head_vocab=words.shape[0])
 
