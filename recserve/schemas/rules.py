@@ -175,6 +175,7 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
     components["EmbeddingsRequest"]["properties"]["dimensions"] |= NULL
     fields = components["GenerativeScoringRequest"]["properties"]
     fields["item_first"] |= {"const": False}
+    fields["label_token_ids"]["uniqueItems"] = True
     fields["items"]["items"]["anyOf"][0]["minLength"] = 1
     for name, field, most in (
         ("CompletionRequest", "prompt", text.MAX_CHOICES),

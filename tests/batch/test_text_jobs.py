@@ -250,7 +250,8 @@ def test_a_repeated_custom_id_is_refused(tmp_path, as_lines, seed):
             if one is not None:
                 seen.setdefault(one, place)
         if as_lines:  # with blank lines between
-            path.write_text("\n\n".join("{" if i is None else json.dumps({"custom_id": i}) for i in ids))
+            lines = ["{" if one is None else json.dumps({"custom_id": one}) for one in ids]
+            path.write_text("\n\n".join(lines))
         else:
             table = pa.table({"custom_id": pa.array(ids, pa.string()), "prompt": ["a"] * len(ids)})
             pq.write_table(table, path)

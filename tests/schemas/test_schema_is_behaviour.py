@@ -25,9 +25,8 @@ from recserve.schemas.numbers import exact_number
 from recserve.server.app import create_app
 from recserve.server.binary_tensors import check_outputs, read_request
 from recserve.server.body_decoder import decode
-from recserve.service.text.embeddings import _inputs
 from recserve.service.text.model import TextModel
-from recserve.service.text.prompts import plan_chat, plan_completion
+from recserve.service.text.prompts import name_texts, plan_chat, plan_completion
 from recserve.speculation.drafters.none import NoDrafter
 from tests.support.schema_bodies import Bodies
 
@@ -70,7 +69,7 @@ def check_tokenize(body: encoding.TokenizeRequest) -> None:
 
 def check_embeddings(body: encoding.EmbeddingsRequest) -> None:
     body.check()
-    _inputs(body.input)
+    name_texts("input", body.input, encoding.MAX_INPUTS)
 
 
 class AnyField:
