@@ -302,7 +302,7 @@ class RecommendResponse(Envelope, frozen=True, kw_only=True):
     """A slate of items, best first.
 
     Attributes:
-        filter_hints: Values of the filter that no item has, at most five, each with its field and
+        filter_hints: Values of the filters that no item has, at most five, each with its field and
             a similar value. Only with `unknown_filter_values` in `degraded`.
     """
 

@@ -81,6 +81,7 @@ RULES: dict[str, Sequence[Schema]] = {
         both(has(beam_width={"type": "number", "maximum": 9}), unless(has(k={}))),
     ),
     "RankRequest": (lacks("user", "history"),),
+    "Quota": (lacks("new_within_s", "filter"),),
     "Exclude": (has(seen_within_s=GIVEN, seen={"const": False}),),
     "EventInput": (lacks("item_id", "correction"),),
     "CompletionRequest": (
@@ -148,8 +149,9 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
         min_temperature: Least temperature above 0.
     """
     components["Filter"] = FILTER
-    fields = components["RecommendRequest"]["properties"]
-    fields["filter"] = {"anyOf": [FILTER_REF, NULL], "default": None}
+    for name in ("RecommendRequest", "Quota"):
+        fields = components[name]["properties"]
+        fields["filter"] = {"anyOf": [FILTER_REF, NULL], "default": None}
     for name, patterns in RULES.items():
         components[name]["not"] = {"anyOf": list(patterns)}
     for (name, field), words in IN_WORDS.items():

@@ -97,6 +97,12 @@ def check_item_request(body: items.RecommendRequest | items.RankRequest) -> None
     if isinstance(body, items.RecommendRequest):
         if body.filter is not None:
             check_filter(body.filter)
+        if body.diversity is not None and body.diversity.at_least is not None:
+            quota = body.diversity.at_least
+            if quota.new_within_s is None and quota.filter is None:
+                raise items.MissingField("diversity.at_least", "new_within_s or filter")
+            if quota.filter is not None:
+                check_filter(quota.filter)
         if body.beam_width is not None and body.beam_width < body.k:
             raise items.InvalidRequest("beam_width", "at least k")
         if body.exclude.seen_within_s is not None and not body.exclude.seen:
