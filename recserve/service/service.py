@@ -487,7 +487,7 @@ def _add_event_types(
     types = EventTypes(store)
     types.add(options.event_types)
     trained = () if tables is None else tables.settings.type_names
-    types.add_of_bundle((*bundle.manifest.type_names, *trained))
+    types.add((*bundle.manifest.type_names, *trained))
     return types
 
 
