@@ -24,7 +24,7 @@ from torch import Tensor
 from recserve.files import gguf_hint
 from recserve.models.drafters.mask_tokens import MaskTokens, MaskTokensConfig
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json
+from recserve.models.loading import PARTS, UnsupportedModel, opened_file, read_json, read_number
 from recserve.models.weight_check import is_finite
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "mtp_head.safetensors"
@@ -117,12 +117,11 @@ def _read_config(fields: dict[str, Any], folder: str) -> tuple[int, float]:
             raise UnsupportedModel(f"{CONFIG} of {folder} has an unknown field {name!r}")
     if fields.get("peft_type") != "LORA":
         raise UnsupportedModel(f"peft_type is {fields.get('peft_type')!r} in {folder}, not 'LORA'")
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UnsupportedModel(
-            f"{CONFIG} of {folder}: r is {rank!r} and lora_alpha {alpha!r}; numbers are needed"
-        )
-    return rank, alpha * rank**0.5 if fields.get("use_rslora") else float(alpha)
+    rank, where = fields.get("r"), f"{CONFIG} of {folder}"
+    if type(rank) is not int or rank < 1:
+        raise UnsupportedModel(f"{where}: r is {rank!r:.80}; a positive integer is needed")
+    alpha = read_number(fields, "lora_alpha", file=where)
+    return rank, alpha * rank**0.5 if fields.get("use_rslora") else alpha
 
 
 def _named_modules(fields: dict[str, Any], num_layers: int, folder: str) -> set[str]:

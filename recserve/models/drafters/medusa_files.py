@@ -8,7 +8,6 @@ heads where there are 5. Every field and every tensor is read, known to change n
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -33,6 +32,7 @@ from recserve.models.loading import (
     opened_file,
     read_flag,
     read_json,
+    read_number,
     read_whole,
     weight_map,
 )
@@ -188,10 +188,7 @@ def _check_fields(fields: Mapping[str, Any], config: MedusaConfig, folder: str, 
 
 def _logit_scale(fields: Mapping[str, Any]) -> float:
     """Returns the factor of the heads' logits, which the output matrices absorb."""
-    scale = fields.get("logit_scale") or 1.0
-    if not isinstance(scale, int | float) or not (math.isfinite(scale) and scale > 0):
-        raise UnsupportedModel(f"logit_scale is {fields['logit_scale']!r}; it must be above 0")
-    return float(scale)
+    return read_number(fields, "logit_scale", 1.0)
 
 
 def _config(

@@ -31,7 +31,13 @@ from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.specformer import Specformer, SpecformerConfig
 from recserve.models.language_model import LanguageModel
-from recserve.models.loading import UnsupportedModel, opened_file, read_json, tensor_files
+from recserve.models.loading import (
+    UnsupportedModel,
+    opened_file,
+    read_json,
+    read_whole,
+    tensor_files,
+)
 from recserve.models.weight_check import is_finite
 
 PREFIX = "mtp."
@@ -125,9 +131,7 @@ def read_specformer_config(fields: dict[str, Any], target: LanguageModel) -> Spe
             raise UnsupportedModel(f"config.json has an unknown field {name!r}")
         if name in expected and value != expected[name]:
             raise UnsupportedModel(f"{name} is {value!r}; the target requires {expected[name]!r}")
-    slots, hooks = fields.get("max_ahead"), fields.get("hook_list")
-    if not isinstance(slots, int) or slots < 1:
-        raise UnsupportedModel(f"config.json: max_ahead is {slots!r}; a positive integer is needed")
+    slots, hooks = read_whole(fields, "max_ahead"), fields.get("hook_list")
     if not isinstance(hooks, list) or not hooks:
         raise UnsupportedModel(f"config.json: hook_list is {hooks!r}; a list of layers is needed")
     causal = fields.get("is_causal", True)
