@@ -99,7 +99,7 @@ def make_bundle(folder: Path, num_items: int, retriever: bool) -> Path:
     vectors = centres[draw.integers(0, len(centres), num_items)]
     vectors += 0.7 * draw.standard_normal(vectors.shape, dtype=np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    quantizer = ResidualQuantizer.fit(vectors[:FITTED_ON], 4, 256, 0)
+    quantizer = ResidualQuantizer.fit(vectors[:FITTED_ON], (256,) * 4, 0)
     ids = [f"item{row:08d}" for row in range(num_items)]
     popularity = draw.integers(0, 1000, num_items).astype(np.float32)
     codes = quantizer.encode(vectors)

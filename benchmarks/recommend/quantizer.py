@@ -42,7 +42,7 @@ def quantise(items: int, dim: int, kind: str, levels: int) -> dict[str, Any]:
     """Fits, encodes and indexes; returns wall and CPU seconds."""
     vectors = drawn(items, dim, seed=0)
     wall, processor = time.perf_counter(), time.process_time()
-    quantizer = fit_quantizer(kind, vectors, levels, 256, seed=0)
+    quantizer = fit_quantizer(kind, vectors, (256,) * levels, seed=0)
     fitted = time.perf_counter()
     codes = quantizer.encode(vectors)
     done, spent = time.perf_counter(), time.process_time() - processor

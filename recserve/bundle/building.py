@@ -22,7 +22,7 @@ from recserve.features.tables.event_table import find_problems, read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ATTRIBUTE, ItemTable, read_items
 from recserve.features.tables.parquet import BadRowError, BadRows, OnBadRows, SchemaError
-from recserve.features.vectors.quantizer import fit_quantizer, reconstruction_error
+from recserve.features.vectors.quantizer import check_sizes, fit_quantizer, reconstruction_error
 from recserve.features.vectors.text_encoder import TextEncoder, unit
 from recserve.features.vectors.vectors import (
     collaborative_vectors,
@@ -30,6 +30,11 @@ from recserve.features.vectors.vectors import (
     join_vectors,
     read_vectors,
 )
+
+LEVELS = 4
+CODES = 256
+ITEMS_PER_FIRST_CODE = 2
+MAX_FIRST_CODES = 4096
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,10 @@ class BuildOptions:
         out: Folder of the new bundle.
         embeddings: File of the user's own item vectors. None makes vectors from the items' text.
         quantizer: `residual` or `product`.
-        levels: Quantiser levels, without the disambiguation level.
-        codes: Codes per quantiser level.
+        levels: Quantiser levels, without the disambiguation level. None: 4, or as many as `codes`
+            names.
+        codes: Codes of each quantiser level: one number for all, or one per level. None: 256, but
+            more on the first level of residual ids if there are many items (`first_level`).
         text_dim: Size of the text part of an item vector. 0 leaves the part out. Without effect if
             `embeddings` is given.
         collaborative_dim: Size of the collaborative part. 0 leaves the part out.
@@ -61,8 +68,8 @@ class BuildOptions:
     out: Path
     embeddings: Path | None = None
     quantizer: Literal["residual", "product"] = "residual"
-    levels: int = 4
-    codes: int = 256
+    levels: int | None = None
+    codes: int | tuple[int, ...] | None = None
     text_dim: int = 128
     collaborative_dim: int = 128
     collaborative_weight: float = 1.0
@@ -71,9 +78,11 @@ class BuildOptions:
     split: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        sizes = self.codebook_sizes(0)
+        check_sizes(self.quantizer, sizes)
+        if self.levels not in (None, len(sizes)):
+            raise ValueError(f"codes names {len(sizes)} levels; levels is {self.levels}")
         for name, low, high in (
-            ("levels", 1, 64),
-            ("codes", 2, 65_536),
             ("text_dim", 0, 4096),
             ("collaborative_dim", 0, 4096),
             ("seed", 0, 2**31 - 1 - 64),
@@ -85,13 +94,33 @@ class BuildOptions:
             raise ValueError(
                 f"collaborative_weight is {self.collaborative_weight}; expected 0..100"
             )
-        if self.quantizer not in ("residual", "product"):
-            raise ValueError(f"quantizer is {self.quantizer!r}; expected residual or product")
         for name, separator in self.split.items():
             if not separator:
                 raise ValueError(f"split of {name} is empty; expected a separator")
         if self.embeddings is None and not self.text_dim and not self.collaborative_dim:
             raise ValueError("text_dim and collaborative_dim are both 0: an item needs a vector")
+
+    def codebook_sizes(self, num_items: int) -> tuple[int, ...]:
+        """Returns the codes of each quantiser level for a catalogue of `num_items` items."""
+        if isinstance(self.codes, tuple):
+            return self.codes
+        levels = LEVELS if self.levels is None else self.levels
+        sizes = (CODES if self.codes is None else self.codes,) * levels
+        if sizes and self.codes is None and self.quantizer == "residual":
+            return (first_level(num_items), *sizes[1:])
+        return sizes
+
+
+def first_level(num_items: int) -> int:
+    """Returns the default number of codes of the first level of residual ids.
+
+    The codes of deeper levels are shared by all prefixes. So the model knows an item best by its
+    first code, and a larger first level makes beam search more accurate (docs/results/quality.md).
+    It is the largest power of two with at least ITEMS_PER_FIRST_CODE items per code, from 256 to
+    4096.
+    """
+    most = num_items // ITEMS_PER_FIRST_CODE
+    return min(max(1 << (most.bit_length() - 1), CODES), MAX_FIRST_CODES) if most else CODES
 
 
 @dataclass(frozen=True)
@@ -199,6 +228,8 @@ def rebuild_bundle(
         log: Called with each line of progress.
     """
     recorded = bundle.manifest.build
+    if isinstance(recorded["codes"], list):
+        recorded = {**recorded, "codes": tuple(recorded["codes"])}
     known = {one.name for one in fields(BuildOptions)} & recorded.keys()
     own = bundle.path(names.VECTORS) if recorded.get("own_vectors") else None
     options = BuildOptions(bundle.path(names.CATALOG), bundle.path(names.EVENTS), out, own)
@@ -228,9 +259,8 @@ def _write(
         lose.
     """
     popularity = events.leave_one_out().train.popularity(len(items))
-    quantizer = fit_quantizer(
-        options.quantizer, vectors, options.levels, options.codes, options.seed
-    )
+    sizes = options.codebook_sizes(len(items))
+    quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed)
     codes = quantizer.encode(vectors)
     lost = reconstruction_error(vectors, quantizer.decode(codes))
     index, report = build_semantic_ids(items.ids, codes, quantizer.codebook_sizes, popularity)

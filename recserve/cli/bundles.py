@@ -27,8 +27,17 @@ def build(
     quantizer: Annotated[
         Literal["residual", "product"], typer.Option(help="How vectors become semantic ids.")
     ] = "residual",
-    levels: Annotated[int, typer.Option(min=1, max=64, help="Codes per semantic id.")] = 4,
-    codes: Annotated[int, typer.Option(min=2, max=65536, help="Codes per level.")] = 256,
+    levels: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Codes per semantic id; default: 4, or as --codes names."),
+    ] = None,
+    codes: Annotated[
+        str | None,
+        typer.Option(
+            help="Codes per level, one number for all or one per level, as in 1024,256,256; "
+            "default: 256, and up to 4096 on the first level of a large catalogue."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of vectors and quantiser.")] = 0,
     on_bad_rows: Annotated[
         Literal["error", "skip"], typer.Option(help="What to do with unusable rows.")
@@ -50,12 +59,18 @@ def build(
         embeddings=embeddings,
         quantizer=quantizer,
         levels=levels,
-        codes=codes,
+        codes=None if codes is None else _codes(codes),
         seed=seed,
         on_bad_rows=on_bad_rows,
         split=dict(map(_split, split or [])),
     )
     build_bundle(options, typer.echo)
+
+
+def _codes(text: str) -> int | tuple[int, ...]:
+    """Returns the value of --codes: one number for all levels, or one per level."""
+    sizes = numbers(text, "--codes")
+    return sizes if len(sizes) > 1 else sizes[0]
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.bundle.building import BuildOptions, BuildReport, build_bundle
+from recserve.bundle.building import BuildOptions, BuildReport, build_bundle, rebuild_bundle
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import BadRowError, SchemaError
@@ -149,6 +149,10 @@ def test_an_output_in_use_is_refused(files: SyntheticFiles, tmp_path: Path) -> N
     [
         ({"levels": 0}, "levels is 0; expected 1..64"),
         ({"codes": 1}, "codes is 1"),
+        ({"codes": 0}, "codes is 0"),
+        ({"codes": (64, 1)}, "codes is 1"),
+        ({"codes": (64, 16), "levels": 3}, "codes names 2 levels; levels is 3"),
+        ({"codes": (64, 16), "quantizer": "product"}, "a product quantiser has the same number"),
         ({"text_dim": -1}, "text_dim is -1"),
         ({"quantizer": "none"}, "quantizer is 'none'"),
         ({"collaborative_weight": 0}, "collaborative_weight is 0"),
@@ -161,11 +165,39 @@ def test_options_are_checked(option: dict[str, Any], message: str) -> None:
         dataclasses.replace(plain, **option)
 
 
+@pytest.mark.parametrize(
+    ("items", "options", "sizes"),
+    [
+        (0, {}, (256, 256, 256, 256)),
+        (1023, {}, (256, 256, 256, 256)),
+        (1024, {"levels": 2}, (512, 256)),
+        (12_101, {}, (4096, 256, 256, 256)),
+        (10**9, {"levels": 1}, (4096,)),
+        (12_101, {"codes": 256}, (256, 256, 256, 256)),
+        (12_101, {"quantizer": "product"}, (256, 256, 256, 256)),
+        (12_101, {"codes": (64, 16)}, (64, 16)),
+        (12_101, {"codes": 16, "levels": 2}, (16, 16)),
+    ],
+)
+def test_codes_of_each_level(items: int, options: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    plain = BuildOptions(Path("i"), Path("e"), Path("o"))
+    assert dataclasses.replace(plain, **options).codebook_sizes(items) == sizes
+
+
+def test_a_number_of_codes_for_each_level(files: SyntheticFiles, tmp_path: Path) -> None:
+    """A bundle with other events gets codes of the same sizes."""
+    report = build(files, tmp_path / "a", levels=None, codes=(64, 16, 8))
+    assert report.codebook_sizes[:3] == (64, 16, 8)
+    bundle = Bundle.open(report.out)
+    again = rebuild_bundle(bundle, bundle.events(), tmp_path / "b", lambda line: None)
+    assert again.catalog().semantic_ids.codebook_sizes[:3] == (64, 16, 8)
+
+
 @pytest.mark.slow
 def test_beauty_builds_with_its_real_shape(beauty: Path, tmp_path: Path) -> None:
     options = BuildOptions(beauty / "items.parquet", beauty / "events.parquet", tmp_path / "b")
     report = build_bundle(options, log=lambda line: None)
-    assert report.codebook_sizes[:4] == (256,) * 4
+    assert report.codebook_sizes[:4] == (4096, 256, 256, 256)
     assert report.codes.collision_share < 0.10 and min(report.codes.used) > 0.95
     assert report.reconstruction_error < 0.5
     Bundle.open(tmp_path / "b").verify()

@@ -56,7 +56,8 @@ def trained(folder: Path, users: int | None, head_epochs: int) -> Bundle:
     """Beauty with a small recommender after one epoch, and a head distilled from it."""
     out = folder / "bundle"
     items, events = BEAUTY / "items.parquet", events_of(users, folder)
-    options = BuildOptions(items, events, out, text_dim=48, collaborative_dim=0, levels=3)
+    shape = {"text_dim": 48, "collaborative_dim": 0, "levels": 3, "codes": 256}
+    options = BuildOptions(items, events, out, **shape)  # type: ignore[arg-type]
     build_bundle(options, log=lambda _: None)
     opened = Bundle.open(out)
     recipe = replace(

@@ -11,6 +11,7 @@ A quantiser is frozen after fitting, so new items get comparable codes. Two kind
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 from recserve.features.vectors.faiss_threads import one_thread
 from recserve.files import UnreadableFile, read_json_object, regular_file
 
+MAX_LEVELS = 64
 MAX_CODES = 65_536
 KMEANS_ROUNDS = 15
 POINTS_PER_CODE = 128
@@ -60,22 +62,21 @@ class ResidualQuantizer:
     codebooks: tuple[np.ndarray, ...]
 
     @staticmethod
-    def fit(vectors: np.ndarray, levels: int, codes: int, seed: int) -> ResidualQuantizer:
+    def fit(vectors: np.ndarray, sizes: Sequence[int], seed: int) -> ResidualQuantizer:
         """Fits k-means on the residual, level by level, with at most 128 vectors per code.
 
         Args:
             vectors: [I, F] item vectors.
-            levels: L, the number of levels.
-            codes: Codes per level. Fewer than `codes` items give codebooks of I entries.
+            sizes: [L] codes of each level. Fewer items than codes give codebooks of I entries.
             seed: Seed of k-means.
 
         Raises:
             ValueError: If a size is out of range or there are no vectors.
         """
-        residual = _check_fit(vectors, levels, codes)
-        size = min(codes, len(residual))
+        residual = _check_fit("residual", vectors, sizes)
         codebooks = []
-        for level in range(levels):
+        for level, codes in enumerate(sizes):
+            size = min(codes, len(residual))
             codebooks.append(_means(residual, size, KMEANS_ROUNDS, seed + level + 1))
             residual = residual - codebooks[-1][_nearest(codebooks[-1], residual)]
         return ResidualQuantizer(tuple(codebooks))
@@ -129,20 +130,21 @@ class ProductQuantizer:
     codebooks: np.ndarray
 
     @staticmethod
-    def fit(vectors: np.ndarray, levels: int, codes: int, seed: int) -> ProductQuantizer:
+    def fit(vectors: np.ndarray, sizes: Sequence[int], seed: int) -> ProductQuantizer:
         """Fits rotation and codebooks in turns (optimised product quantisation).
 
         Args:
             vectors: [I, F] item vectors.
-            levels: L, the number of sub-vectors, typically 16 to 64.
-            codes: Codes per level. Fewer than `codes` items give codebooks of I entries.
+            sizes: [L] codes of each sub-vector, all equal, typically for 16 to 64 sub-vectors.
+                Fewer items than codes give codebooks of I entries.
             seed: Seed of sampling and k-means.
 
         Raises:
-            ValueError: If a size is out of range, L exceeds F, or there are no vectors.
+            ValueError: If a size is out of range or differs from another, L exceeds F, or there
+                are no vectors.
         """
-        vectors = _check_fit(vectors, levels, codes)
-        dim = vectors.shape[1]
+        vectors = _check_fit("product", vectors, sizes)
+        levels, codes, dim = len(sizes), sizes[0], vectors.shape[1]
         if levels > dim:
             raise ValueError(
                 f"levels is {levels}; a product quantiser of {dim} dimensions has at most {dim}"
@@ -220,9 +222,9 @@ QUANTIZERS: dict[str, type[ResidualQuantizer] | type[ProductQuantizer]] = {
 }
 
 
-def fit_quantizer(kind: str, vectors: np.ndarray, levels: int, codes: int, seed: int) -> Quantizer:
-    """Fits the quantiser of a kind. Raises ValueError for an unknown kind."""
-    return _by_name(kind).fit(vectors, levels, codes, seed)
+def fit_quantizer(kind: str, vectors: np.ndarray, sizes: Sequence[int], seed: int) -> Quantizer:
+    """Fits the quantiser of a kind with sizes [L]. Raises ValueError for an unknown kind."""
+    return _by_name(kind).fit(vectors, sizes, seed)
 
 
 def load_quantizer(folder: Path) -> Quantizer:
@@ -275,14 +277,26 @@ def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     return nearest
 
 
-def _check_fit(vectors: np.ndarray, levels: int, codes: int) -> np.ndarray:
+def check_sizes(kind: str, sizes: Sequence[int]) -> None:
+    """Raises ValueError if no quantiser of this kind has these numbers of codes [L]."""
+    _by_name(kind)
+    if not 1 <= len(sizes) <= MAX_LEVELS:
+        raise ValueError(f"levels is {len(sizes)}; expected 1..{MAX_LEVELS}")
+    for codes in sizes:
+        if not 2 <= codes <= MAX_CODES:
+            raise ValueError(f"codes is {codes}; expected 2..{MAX_CODES}")
+    if kind == "product" and len(set(sizes)) > 1:
+        raise ValueError(
+            f"codes are {', '.join(map(str, sizes))}; a product quantiser has the same number on "
+            "each level"
+        )
+
+
+def _check_fit(kind: str, vectors: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """Returns float32 vectors after checking the arguments of `fit`."""
     if vectors.ndim != 2 or not vectors.size:
         raise ValueError(f"vectors have shape {vectors.shape}; expected [items, dim], neither zero")
-    if not 1 <= levels <= 64:
-        raise ValueError(f"levels is {levels}; expected 1..64")
-    if not 2 <= codes <= MAX_CODES:
-        raise ValueError(f"codes is {codes}; expected 2..{MAX_CODES}")
+    check_sizes(kind, sizes)
     if not np.isfinite(vectors).all():
         raise ValueError("vectors hold values that are not finite")
     return np.ascontiguousarray(vectors, dtype=np.float32)

@@ -31,7 +31,7 @@ def make_catalog():
     draw = np.random.default_rng(1)
     ids = [f"i{row}" for row in range(ITEMS)]
     vectors = draw.standard_normal((ITEMS, 8)).astype(np.float32)
-    quantizer = ResidualQuantizer.fit(vectors, 2, 5, 0)
+    quantizer = ResidualQuantizer.fit(vectors, (5, 5), 0)
     popularity = draw.integers(0, 30, ITEMS).astype(np.float32)
     index, _ = build_semantic_ids(
         ids, quantizer.encode(vectors), quantizer.codebook_sizes, popularity
