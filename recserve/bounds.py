@@ -35,6 +35,7 @@ UNITS_PER_S = {
     "microseconds": 10**6,
     "nanoseconds": 10**9,
 }
+NUMBER_OF_TIME = f"a number since 1970 in {', '.join(UNITS_PER_S)} of the years 1973 to 2255"
 FIRST_S, END_S = 10**8, MAX_TIME_US // 10**6
 NUMBER = re.compile(r"-?\d+(\.\d+)?", re.ASCII)
 MAX_WHOLE = 2**53  # up to here, a float stands for one whole number only

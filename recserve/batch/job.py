@@ -144,7 +144,7 @@ class Report:
         return sum(part.errors for part in self.parts)
 
 
-Check = Callable[[InputFile], tuple[str, ...]]
+Check = Callable[[Sequence[InputFile]], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -169,20 +169,21 @@ class Plan:
         return sum(partition.rows for partition in self.partitions)
 
 
-def check_users(file: InputFile) -> tuple[str, ...]:
-    """Checks the columns of a file of users and returns the ignored ones. Raises SchemaError."""
-    return check_schema(file.schema, file.path)
+def check_users(files: Sequence[InputFile]) -> tuple[str, ...]:
+    """Checks the columns of files of users and returns the ignored ones. Raises SchemaError."""
+    return tuple(name for file in files for name in check_schema(file.schema, file.path))
 
 
-def check(job: Job, check_file: Check = check_users) -> Plan:
+def check(job: Job, check_files: Check = check_users) -> Plan:
     """Checks input and output of a job. Call it before a model is loaded.
 
     Args:
         job: The job.
-        check_file: Checks one input file and returns the names of its ignored columns.
+        check_files: Checks the input files and returns the names of their ignored columns.
 
     Raises:
-        SchemaError: If the input is unreadable or empty, or has a missing or mistyped column.
+        SchemaError: If the input is unreadable or empty, has a missing or mistyped column, or
+            two requests of texts with the same `custom_id`.
         OutputExists: If the output exists, is not empty, and may not be replaced.
         ValueError: If the output lies in the input folder, whose files it would join.
     """
@@ -190,7 +191,7 @@ def check(job: Job, check_file: Check = check_users) -> Plan:
         raise ValueError(f"output is {job.output}, inside the input {job.input}; choose another")
     check_output(job.output, job.overwrite)
     files = scan(job.input, job.rows_per_part)
-    unused = [name for file in files for name in check_file(file)]
+    unused = check_files(files)
     content = "\n".join(f"{file.sha256} {file.name}" for file in files)
     facts = {
         "format": 1,

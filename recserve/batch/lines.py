@@ -1,7 +1,8 @@
 """Text jobs on JSON lines, in the format of OpenAI's batch files.
 
 An input line has `custom_id`, `method`, `url` and `body`. An output line has `id`, `custom_id`,
-`response` and `error`. Lines of rejected requests go to `_errors`, with the row number in `line`.
+`response` and `error`. Lines of rejected requests go to `_errors`, with their line number in
+`line`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class BatchResponse(Struct, frozen=True, kw_only=True):
 
 
 class BatchAnswer(Struct, frozen=True, kw_only=True):
-    """One line of the output. `line` is the row number of a rejected line."""
+    """One line of the output. `line` counts from 1 in the input file, blank lines included."""
 
     id: str
     custom_id: str | None
@@ -96,7 +97,7 @@ class LineTask(TextTask):
             answer = call if isinstance(call, Exception) else next(answers)
             number = first_row + row
             if isinstance(answer, Exception):
-                example = example or f"line {number}: {answer}"
+                example = example or f"line {number + 1}: {answer}"
             rejected = isinstance(answer, Exception)
             (bad if rejected else good).append(self._line(number, custom_id, answer))
         return Generated(_table(good), _table(bad), example)
@@ -126,7 +127,7 @@ class LineTask(TextTask):
                 id=f"batch_req_{name}",
                 custom_id=custom_id,
                 response=BatchResponse(status_code=status, request_id=name, body=body),
-                line=row if failed else UNSET,
+                line=row + 1 if failed else UNSET,
             )
         )
 

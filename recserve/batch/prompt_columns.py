@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from recserve.batch.source import InputFile
+from recserve.batch.source import InputFile, PlacedIds, check_unique
 from recserve.features.tables.parquet import SchemaError, column, is_text
 
 COMPLETIONS = pa.schema(
@@ -73,7 +74,32 @@ PROMPT_COLUMNS: dict[str, tuple[Accepts, str]] = {
 }
 
 
-def check_prompts(file: InputFile) -> tuple[str, ...]:
+def check_prompts(files: Sequence[InputFile]) -> tuple[str, ...]:
+    """Checks files of prompts and returns the ignored columns.
+
+    Raises:
+        SchemaError: If a column is missing or mistyped, or two rows have the same `custom_id`.
+    """
+    unused = [name for file in files for name in _check_columns(file)]
+    check_unique(lambda: _row_ids(files))
+    return tuple(unused)
+
+
+def _row_ids(files: Sequence[InputFile]) -> PlacedIds:
+    """Yields the `custom_id` of each row that has one, and where the row is."""
+    for file in files:
+        if "custom_id" not in file.schema.names:
+            continue
+        row = 0
+        with pq.ParquetFile(file.path) as table:
+            for batch in table.iter_batches(columns=["custom_id"]):
+                for one in batch.column(0).to_pylist():
+                    if one is not None:
+                        yield one, f"{file.path}: row {row}"
+                    row += 1
+
+
+def _check_columns(file: InputFile) -> tuple[str, ...]:
     """Checks the columns of a file of prompts and returns the ignored ones. Raises SchemaError."""
     names = file.schema.names
     if len([name for name in SOURCES if name in names]) != 1:

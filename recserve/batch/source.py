@@ -8,12 +8,16 @@ lines by byte ranges. No file is ever in memory as a whole.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -106,11 +110,70 @@ def input_paths(source: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(source).as_posix())
 
 
-def check_lines(file: InputFile) -> tuple[str, ...]:
-    """Checks that a file holds lines, which have no columns to ignore. Raises SchemaError."""
-    if not is_lines(file.path):
-        raise SchemaError(f"{file.path}: expected a name that ends with {LINE_SUFFIXES[0]}")
+class _LineId(msgspec.Struct):
+    """The field of a line that names its request."""
+
+    custom_id: Any = None
+
+
+_LINE_ID = msgspec.json.Decoder(_LineId)
+PlacedIds = Iterator[tuple[str, str]]
+
+
+def check_lines(files: Sequence[InputFile]) -> tuple[str, ...]:
+    """Checks files of lines, which have no columns to ignore.
+
+    Raises:
+        SchemaError: If a file holds no lines, or two lines have the same `custom_id`.
+    """
+    for file in files:
+        if not is_lines(file.path):
+            raise SchemaError(f"{file.path}: expected a name that ends with {LINE_SUFFIXES[0]}")
+    check_unique(lambda: _line_ids(files))
     return ()
+
+
+def _line_ids(files: Sequence[InputFile]) -> PlacedIds:
+    """Yields the `custom_id` of each line that has one, and where the line is."""
+    for file in files:
+        with file.path.open("rb") as lines:
+            for number in range(1, file.num_rows + 1):
+                try:
+                    given = _LINE_ID.decode(_line(lines).removeprefix(BOM_UTF8)).custom_id
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    continue  # a blank line, or one that the job rejects
+                if isinstance(given, str):
+                    yield given, f"{file.path}: line {number}"
+
+
+def check_unique(ids: Callable[[], PlacedIds]) -> None:
+    """Checks that no two requests of a job have the same id: nobody could tell their answers apart.
+
+    Args:
+        ids: Returns all ids with their places; called a second time where an id may be repeated.
+
+    Raises:
+        SchemaError: If an id is repeated. The message names both places.
+    """
+    # Eight bytes for each id: a job may have many.
+    hashes = np.asarray(array("q", (hash(one) for one, _ in ids())))
+    values, counts = np.unique(hashes, return_counts=True)
+    suspects = set(values[counts > 1].tolist())
+    if not suspects:
+        return
+    first: dict[str, str] = {}
+    repeated = ""
+    count = 0
+    for one, place in ids():
+        if hash(one) not in suspects:
+            continue
+        if one in first:
+            count += 1
+            repeated = repeated or f"{place}: custom_id {one[:60]!r} is that of {first[one]}"
+        else:
+            first[one] = place
+    if count:
+        raise SchemaError(f"{repeated}; expected another one for each request ({count} repeated)")
 
 
 def scan(source: Path, rows_per_part: int) -> list[InputFile]:

@@ -130,7 +130,7 @@ def batch(
                 in_flight=in_flight or 64,
                 threads=threads,
             )
-            plan = check(job)
+            plan, noun = check(job), "user"
         else:
             assert llm is not None
             lines = is_lines(input_paths(input)[0])
@@ -147,6 +147,7 @@ def batch(
                 seed=seed,
             )
             plan = check(job, check_lines if lines else check_prompts)
+            noun = "line" if lines else "prompt"
     except ValueError as error:
         raise _usage_error(str(error)) from None
     if plan.unused_columns:
@@ -171,7 +172,6 @@ def batch(
         raise typer.Exit(128 + error.number) from None
     refused = f", {report.errors} refused (see _errors)" if report.errors else ""
     resumed = f" ({report.resumed} by earlier runs)" if report.resumed else ""
-    noun = "prompt" if bundle is None else "user"
     typer.echo(
         f"{format_count(report.users, noun)}, {format_count(report.rows, 'row')} in "
         f"{format_count(len(report.parts), 'part')}{resumed}{refused}, {report.seconds:.1f} s"

@@ -18,6 +18,16 @@ MOST = {
     "intermediate_size": 1 << 24,
     "max_positions": 1 << 30,
 }
+# Bounds of its numbers. Far outside of those of known models, a model computes nonsense.
+NORM_EPS = (1e-30, 1.0)
+ROPE_THETA = (1e-3, 1e15)
+
+
+def check_number(name: str, value: float, bounds: tuple[float, float]) -> None:
+    """Raises ValueError for a number outside of its bounds, and for NaN."""
+    least, most = bounds
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.80}; expected a number from {least:g} to {most:g}")
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class DecoderConfig:
         output_bias: A bias on the attention's output projection (Llama with biases).
 
     Raises:
-        ValueError: If the sizes do not fit each other.
+        ValueError: If the sizes do not fit each other, or a number is out of range.
     """
 
     hidden_size: int
@@ -80,6 +90,9 @@ class DecoderConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name} is {value!r:.80}; expected an integer from 1 to {most}")
+        check_number("norm_eps", self.norm_eps, NORM_EPS)
+        check_number("rope_theta", self.rope_theta, ROPE_THETA)
+        check_number("dropout", self.dropout, (0.0, 1.0))
         if isinstance(self.rope_scaling, dict):
             fields, scaling = self.rope_scaling, None
             if "divisors" in fields:

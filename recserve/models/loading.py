@@ -7,7 +7,6 @@ rejected by name. Nothing that would change the logits is ignored.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +25,14 @@ from recserve.files import (
     read_json_object,
     regular_file,
 )
-from recserve.models.config import MOST, DecoderConfig, RopeFactors, RopeScaling
+from recserve.models.config import (
+    MOST,
+    NORM_EPS,
+    ROPE_THETA,
+    DecoderConfig,
+    RopeFactors,
+    RopeScaling,
+)
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
 
@@ -43,6 +49,9 @@ LIMITS = {
     "max_position_embeddings": MOST["max_positions"],
     "original_max_position_embeddings": MOST["max_positions"],
 }
+# Bounds of its numbers by field; those of FACTOR for all others, which scale something.
+NUMBERS = {"rms_norm_eps": NORM_EPS, "rope_theta": ROPE_THETA}
+FACTOR = (1e-6, 1e6)
 # Products with larger weights leave the range of float32.
 MAX_WEIGHT = 2.0**64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -185,7 +194,7 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
         intermediate_size=read_whole(fields, "intermediate_size"),
         max_positions=served or positions,
         rope_theta=theta,
-        norm_eps=_positive(fields, "rms_norm_eps", 1e-6),
+        norm_eps=read_number(fields, "rms_norm_eps", 1e-6),
         qk_norm=family == "qwen3",
         attention_bias=family == "qwen2" or biased,
         output_bias=family != "qwen2" and biased,
@@ -252,7 +261,7 @@ def _rope(
             raise UnsupportedModel(
                 f"config.json: partial_rotary_factor is {share!r}; only 1.0 is computed here"
             )
-    theta = _positive(rope, "rope_theta", _positive(fields, "rope_theta", 10_000.0))
+    theta = read_number(rope, "rope_theta", read_number(fields, "rope_theta", 10_000.0))
     kind = _rope_kind(rope)
     # mrope gives each part of a head another position of an image. Texts have one position.
     if kind in ("default", "mrope"):
@@ -272,20 +281,20 @@ def _rope(
     if kind not in ROPE_TYPES:
         raise UnsupportedModel(f"rope type is {kind!r}; choose one of {list(ROPE_TYPES)}")
     if kind == "linear":
-        return theta, RopeFactors((_positive(rope, "factor"),) * (head_dim // 2))
+        return theta, RopeFactors((read_number(rope, "factor"),) * (head_dim // 2))
     positions = read_whole(fields, "max_position_embeddings")
     original = read_whole(rope, "original_max_position_embeddings", positions)
     original = read_whole(fields, "original_max_position_embeddings", original)
     if kind == "llama3":
         return theta, RopeScaling(
-            _positive(rope, "factor"),
-            _positive(rope, "low_freq_factor"),
-            _positive(rope, "high_freq_factor"),
+            read_number(rope, "factor"),
+            read_number(rope, "low_freq_factor"),
+            read_number(rope, "high_freq_factor"),
             original,
         )
     # Files that state the original positions may leave the factor to the ratio of the two.
     ratio = positions / original if kind == "longrope" or original < positions else None
-    factor = _positive(rope, "factor", ratio)
+    factor = read_number(rope, "factor", ratio)
     if kind == "yarn":
         return theta, _yarn(rope, factor, head_dim, theta, original)
     scale = 1.0
@@ -303,11 +312,11 @@ def _rope(
                 "needed"
             )
         for value in values:
-            _positive({name: value}, name)
+            read_number({name: value}, name)
     factors = lists["long_factor" if served > original else "short_factor"]
     assert factors is not None
     return theta, RopeFactors(
-        tuple(map(float, factors)), _positive(rope, "attention_factor", scale)
+        tuple(map(float, factors)), read_number(rope, "attention_factor", scale)
     )
 
 
@@ -355,9 +364,9 @@ def _yarn(
 
     scale = magnitude(1.0)
     if all(shares):
-        above, below = (_positive(rope, name) for name in ("mscale", "mscale_all_dim"))
+        above, below = (read_number(rope, name) for name in ("mscale", "mscale_all_dim"))
         scale = magnitude(above) / magnitude(below)
-    turns = [_positive(rope, "beta_fast", 32.0), _positive(rope, "beta_slow", 1.0)]
+    turns = [read_number(rope, "beta_fast", 32.0), read_number(rope, "beta_slow", 1.0)]
     low, high = (
         head_dim * math.log(original / (count * 2 * math.pi)) / (2 * math.log(theta))
         for count in turns
@@ -372,17 +381,24 @@ def _yarn(
     divided = [min(max((pair - low) / width, 0.0), 1.0) for pair in range(head_dim // 2)]
     return RopeFactors(
         tuple(1.0 / (share / factor + 1.0 - share) for share in divided),
-        _positive(rope, "attention_factor", scale),
+        read_number(rope, "attention_factor", scale),
     )
 
 
-def _positive(fields: dict[str, Any], name: str, default: float | None = None) -> float:
-    """Returns a number of a configuration; a missing one or null gives the default."""
-    value = fields.get(name)
+def read_number(
+    fields: Mapping[str, Any], name: str, default: float | None = None, file: str = "config.json"
+) -> float:
+    """Returns a number of a configuration; a missing one or null gives the default.
+
+    Raises:
+        UnsupportedModel: If it is none, or outside the bounds of NUMBERS or FACTOR.
+    """
+    value, (least, most) = fields.get(name), NUMBERS.get(name, FACTOR)
     value = default if value is None else value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is None or not number or not 0 < value <= sys.float_info.max:
-        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; a number above 0 is needed")
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise UnsupportedModel(
+            f"{file}: {name} is {value!r:.80}; a number from {least:g} to {most:g} is needed"
+        )
     return float(value)
 
 

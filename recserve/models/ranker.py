@@ -8,6 +8,7 @@ Source: MTGR, arXiv 2505.18654, section 3; HSTU layers, arXiv 2402.17152.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from recserve.files import read_json_object, regular_file
 from recserve.models.attention import Attend
+from recserve.models.config import NORM_EPS, check_number
 from recserve.models.decoder import Silu
 from recserve.models.growable_table import with_rows
 from recserve.models.inputs import NodeInputs
@@ -76,7 +78,8 @@ class RankerConfig:
         for name in ("dropout", "id_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        if self.normalizer <= 0:
+        check_number("norm_eps", self.norm_eps, NORM_EPS)
+        if not 0 < self.normalizer < math.inf:
             raise ValueError(f"normalizer is {self.normalizer}; it must be above 0")
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks are {self.tasks}; name at least one, each once")

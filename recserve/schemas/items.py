@@ -220,6 +220,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     """One item to insert or change. Omitted fields stay unchanged.
 
     Attributes:
+        title: Null removes it.
+        categories: Null removes them.
         embedding: The item's vector. It assigns the item a new semantic id.
         available_from: Time from which the item is recommended; null removes it.
         expires_at: Time from which the item is not recommended any more; null removes it.
@@ -227,9 +229,11 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     """
 
     item_id: Id
-    title: Annotated[str, Meta(max_length=MAX_TITLE_LENGTH)] | None = None
-    categories: Annotated[list[Category], Meta(max_length=MAX_CATEGORIES)] | None = None
-    embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | None = None
+    title: Annotated[str, Meta(max_length=MAX_TITLE_LENGTH)] | None | UnsetType = UNSET
+    categories: Annotated[list[Category], Meta(max_length=MAX_CATEGORIES)] | None | UnsetType = (
+        UNSET
+    )
+    embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | UnsetType = UNSET
     available_from: Moment | None | UnsetType = UNSET
     expires_at: Moment | None | UnsetType = UNSET
     attributes: dict[str, Any] = {}
@@ -302,7 +306,7 @@ class RecommendResponse(Envelope, frozen=True, kw_only=True):
     """A slate of items, best first.
 
     Attributes:
-        filter_hints: Values of the filter that no item has, at most five, each with its field and
+        filter_hints: Values of the filters that no item has, at most five, each with its field and
             a similar value. Only with `unknown_filter_values` in `degraded`.
     """
 

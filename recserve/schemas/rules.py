@@ -81,6 +81,7 @@ RULES: dict[str, Sequence[Schema]] = {
         both(has(beam_width={"type": "number", "maximum": 9}), unless(has(k={}))),
     ),
     "RankRequest": (lacks("user", "history"),),
+    "Quota": (lacks("new_within_s", "filter"),),
     "Exclude": (has(seen_within_s=GIVEN, seen={"const": False}),),
     "EventInput": (lacks("item_id", "correction"),),
     "CompletionRequest": (
@@ -148,8 +149,9 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
         min_temperature: Least temperature above 0.
     """
     components["Filter"] = FILTER
-    fields = components["RecommendRequest"]["properties"]
-    fields["filter"] = {"anyOf": [FILTER_REF, NULL], "default": None}
+    for name in ("RecommendRequest", "Quota"):
+        fields = components[name]["properties"]
+        fields["filter"] = {"anyOf": [FILTER_REF, NULL], "default": None}
     for name, patterns in RULES.items():
         components[name]["not"] = {"anyOf": list(patterns)}
     for (name, field), words in IN_WORDS.items():
@@ -175,6 +177,7 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
     components["EmbeddingsRequest"]["properties"]["dimensions"] |= NULL
     fields = components["GenerativeScoringRequest"]["properties"]
     fields["item_first"] |= {"const": False}
+    fields["label_token_ids"]["uniqueItems"] = True
     fields["items"]["items"]["anyOf"][0]["minLength"] = 1
     for name, field, most in (
         ("CompletionRequest", "prompt", text.MAX_CHOICES),

@@ -73,7 +73,7 @@ class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         query: A text, or a list of token ids.
         items: Texts, or lists of token ids.
-        label_token_ids: Tokens whose probabilities are returned.
+        label_token_ids: Tokens whose probabilities are returned, each once.
         apply_softmax: Normalise over the labels. False returns probabilities over the whole
             vocabulary.
         item_first: Refused; the query comes first.
@@ -91,7 +91,12 @@ class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
     request_id: RequestId | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest if an unsupported field is set."""
+        """Raises InvalidRequest if an unsupported field is set, or a label is repeated."""
+        labels = self.label_token_ids
+        for place, label in enumerate(labels):
+            if label in labels[:place]:  # it would count twice among the labels
+                why = f"expected each token once, got {label} again"
+                raise InvalidRequest(f"label_token_ids[{place}]", why)
         if self.item_first:
             why = "not supported; the query comes first, so that all items share it"
             raise InvalidRequest("item_first", why)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from recserve.bounds import id_of_number
+from recserve.bounds import MAX_ID_LENGTH, id_of_number
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.validation import converted
 
@@ -52,7 +52,8 @@ def check_id(param: str, value: AnyId) -> str:
     """
     text = value if isinstance(value, str) else id_of_number(_plain(value))
     if text is None:
-        raise InvalidRequest(param, f"expected string or integer, got {str(value)[:60]}")
+        bound = f" of at most {MAX_ID_LENGTH} digits" if type(value) is int else ""
+        raise InvalidRequest(param, f"expected string or integer{bound}, got {str(value)[:60]}")
     return text
 
 

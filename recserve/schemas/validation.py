@@ -17,8 +17,15 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, inspect
 
-from recserve.bounds import MAX_WHOLE, format_time, id_of_number, time_of_number
-from recserve.schemas.items import ID, OR_TYPE, InvalidRequest, MissingField, UnknownField
+from recserve.bounds import (
+    MAX_ID_LENGTH,
+    MAX_WHOLE,
+    NUMBER_OF_TIME,
+    format_time,
+    id_of_number,
+    time_of_number,
+)
+from recserve.schemas.items import ID, OR_TYPE, TIME, InvalidRequest, MissingField, UnknownField
 from recserve.schemas.numbers import ENCODER
 
 T = TypeVar("T")
@@ -119,7 +126,7 @@ def _time_text(value: Any) -> Any:
         return format_time(time_us)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return value
-    return str(value) if -MAX_NUMBER < value < MAX_NUMBER else value
+    return f"{Decimal(str(value)):f}" if -MAX_NUMBER < value < MAX_NUMBER else value
 
 
 def validation_error(text: str, given: Any, kind: Any) -> InvalidRequest:
@@ -182,8 +189,16 @@ def _describe_bound(reason: str, there: Sequence[dict[str, Any]]) -> str:
         names = sorted({str(name) for schema in there for name in schema.get("enum", ())})
         return f"expected {' or '.join(names)}"
     others = [schema[OR_TYPE] for schema in there if OR_TYPE in schema]
-    if others and _MISTYPED.fullmatch(reason):
-        return f"expected string or {others[0]}"
+    if others:
+        mistyped = _MISTYPED.fullmatch(reason)
+        too_large = reason == "Number out of range"
+        number = too_large or (mistyped and mistyped[1] in ("int", "float", "decimal"))
+        if others[0] == TIME and (number or reason.startswith("Invalid RFC3339")):
+            return f"expected RFC 3339 with a zone, or {NUMBER_OF_TIME}"
+        if too_large or (mistyped and mistyped[1] == "int"):
+            return f"expected string or integer of at most {MAX_ID_LENGTH} digits"
+        if mistyped:
+            return f"expected string or {others[0]}"
     descriptions = [schema["description"] for schema in there if "description" in schema]
     if descriptions and " matching regex " in reason:
         return f"expected {descriptions[0]}"

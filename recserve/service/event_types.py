@@ -18,7 +18,6 @@ the table again, and takes the next number.
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -36,10 +35,7 @@ from recserve.features.history.type_names import (
     MAX_EVENT_TYPES,
     MAX_TYPE_BYTES,
     check_type_names,
-    type_name_fault,
 )
-
-log = logging.getLogger(__name__)
 
 TYPE_TABLE = mark_id("event-types")
 PARTS = MAX_TYPE_BYTES // 8
@@ -93,13 +89,6 @@ class EventTypes:
         else:
             raise StoreUnavailable("the history store has not kept the names of event types")
         self._set_known((*EVENT_TYPES, *sorted(known - set(EVENT_TYPES))))
-
-    def add_of_bundle(self, names: Iterable[str]) -> None:
-        """Accepts the names of a bundle, except those that an older release allowed."""
-        faults = {name: type_name_fault(name) for name in names}
-        if odd := [fault for fault in faults.values() if fault is not None]:
-            log.warning("stored as %s: %s", EVENT_TYPES[0], "; ".join(odd))
-        self.add(name for name, fault in faults.items() if fault is None)
 
     def number(self, name: str) -> int:
         """Returns the number of a name. Raises ValueError with the known names, nearest first."""

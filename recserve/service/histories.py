@@ -240,7 +240,7 @@ class Histories:
             return
         events, catalog = bundle.events(), bundle.catalog()
         bundle.check_unchanged()
-        types.add_of_bundle(events.type_names)
+        types.add(events.type_names)
         keys = catalog.keys[events.item_rows].tolist()
         kinds = types.numbers(events.type_names)[events.types].tolist()
         times, values = events.times.tolist(), events.values.tolist()

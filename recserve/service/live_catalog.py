@@ -686,8 +686,8 @@ class _PutRequest:
         retained = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
         record = ItemRecord(
             body.item_id,
-            record.title if body.title is None else body.title,
-            record.categories if body.categories is None else body.categories,
+            record.title if body.title is UNSET else body.title or "",
+            record.categories if body.categories is UNSET else body.categories or [],
             {**retained, **updated},
             _time_us(AVAILABLE_FROM, body.available_from, record.available_from),
             _time_us(EXPIRES_AT, body.expires_at, record.expires_at),
@@ -701,9 +701,11 @@ class _PutRequest:
             )
         return _PendingChange(index, row, record, self._check_embedding(body.embedding, row))
 
-    def _check_embedding(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
+    def _check_embedding(
+        self, embedding: Sequence[float] | UnsetType, row: int
+    ) -> np.ndarray | None:
         """Returns the [F] vector of an embedding; None if there is none or it does not change."""
-        if embedding is None:
+        if embedding is UNSET:
             return None
         given = np.array(embedding, dtype=np.float32)
         sizes = self.vectors.sizes

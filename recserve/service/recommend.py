@@ -40,7 +40,7 @@ from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_all
 from recserve.service.prefixes import RecommenderPrefixBuilder
-from recserve.service.snapshot import LISTS, POPULAR, Snapshot
+from recserve.service.snapshot import LISTS, MAX_ABSENT, POPULAR, Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
@@ -117,7 +117,9 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         plan = self._plan(body, call.deadline_s)
         if body.fields:
             check_fields(body.fields, snapshot.items)
-        allowed, hints = _read_filter(snapshot, body)
+        allowed, hints = snapshot.shown, list[str]()
+        if body.filter is not None:
+            allowed, hints = _evaluate_filter(snapshot, body.filter, "filter")
         from_list = plan.strategy in LISTS
         if from_list and body.user is None and body.history is None:
             history = EMPTY_HISTORY
@@ -270,7 +272,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             # popular item can fill the slate either.
             exact=bool(results) and all(r.exact for r in results) and not filled.size,
             rounds=0 if slate is None else slate.rounds,
-            filter_hints=builder.filter_hints,
+            filter_hints=builder.filter_hints or UNSET,
             explanation=self._explanation(builder, slate, rows),
             **self._envelope.fields(
                 builder.call, degraded, None if slate is None else slate.timing
@@ -318,7 +320,7 @@ class SlateBuilder:
         snapshot: The catalogue version of the answer.
         history: The user's history.
         allowed: Items that satisfy the filter; None without a filter.
-        filter_hints: Texts about values of the filter that no item has; UNSET without any.
+        filter_hints: Texts about values that no item has, of the filter and of the quota's filter.
         list_name: List that fills the slate, one of LISTS.
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
@@ -333,7 +335,7 @@ class SlateBuilder:
         history: History,
         plan: SlatePlan,
         allowed: AllowedItems | None,
-        filter_hints: list[str] | UnsetType,
+        filter_hints: list[str],
         clock: Callable[[], int],
     ) -> None:
         """Finds the rows to exclude and the caps. Raises InvalidRequest.
@@ -343,7 +345,7 @@ class SlateBuilder:
             history: The user's history.
             plan: How the request is searched.
             allowed: Items that satisfy the filter; None without a filter.
-            filter_hints: Texts about values of the filter that no item has; UNSET without any.
+            filter_hints: Texts about values of the filter that no item has.
             clock: Returns the present time in microseconds since 1970.
         """
         self.call, self.body, self.snapshot = call, call.body, call.snapshot
@@ -354,14 +356,14 @@ class SlateBuilder:
         self.degraded = list(history.degraded)
         if plan.hurried:
             self.degraded.append("hurried")
-        if filter_hints is not UNSET:
-            self.degraded.append("unknown_filter_values")
-        self.excluded = np.concatenate([self._find_excluded(), self._find_seen()])
-        self.caps = self.snapshot.caps(call.body.diversity)
         self.quota = None
         diversity = call.body.diversity
         if diversity is not None and diversity.at_least is not None:
             self.quota = self._read_quota(diversity.at_least, clock)
+        if self.filter_hints:
+            self.degraded.append("unknown_filter_values")
+        self.excluded = np.concatenate([self._find_excluded(), self._find_seen()])
+        self.caps = self.snapshot.caps(call.body.diversity)
 
     def _find_excluded(self) -> np.ndarray:
         """Returns the rows of the excluded ids that the catalogue has."""
@@ -395,7 +397,10 @@ class SlateBuilder:
             mask[:] = False
             mask[self.snapshot.items.newer_rows(since_us)] = True
         if quota.filter is not None:
-            mask &= _evaluate_filter(self.snapshot, quota.filter, f"{where}.filter").mask()
+            wanted, hints = _evaluate_filter(self.snapshot, quota.filter, f"{where}.filter")
+            mask &= wanted.mask()
+            both = dict.fromkeys([*self.filter_hints, *hints])
+            self.filter_hints = list(both)[:MAX_ABSENT]
         if self.allowed is not None:
             mask &= self.allowed.mask()
         return quota.count, AllowedItems.of(mask)
@@ -524,20 +529,16 @@ def _outcome_strategy() -> str:
     return next(name for name, each in strategy_classes().items() if each.outcome)
 
 
-def _evaluate_filter(snapshot: Snapshot, tree: dict[str, Any], param: str) -> AllowedItems:
-    """Returns the items that satisfy a filter. Raises InvalidRequest that names a field."""
+def _evaluate_filter(
+    snapshot: Snapshot, tree: dict[str, Any], param: str
+) -> tuple[AllowedItems, list[str]]:
+    """Returns the items that satisfy a filter, and texts about its values that no item has.
+
+    Raises:
+        InvalidRequest: If the filter is invalid; the error names the field.
+    """
     try:
-        return snapshot.allowed(tree)
+        return snapshot.allowed(tree), [str(absent) for absent in snapshot.absent_values(tree)]
     except FilterError as error:
         place = f"{param}.{error.param}" if error.param else param
         raise InvalidRequest(place, str(error)) from None
-
-
-def _read_filter(
-    snapshot: Snapshot, body: RecommendRequest
-) -> tuple[AllowedItems | None, list[str] | UnsetType]:
-    """Returns the items that satisfy the filter, and texts about values that no item has."""
-    if body.filter is None:
-        return snapshot.shown, UNSET
-    allowed = _evaluate_filter(snapshot, body.filter, "filter")
-    return allowed, [str(absent) for absent in snapshot.absent_values(body.filter)] or UNSET

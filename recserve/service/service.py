@@ -314,7 +314,10 @@ class Service:
         _ = self.bundle
         self._check_open()
         if self._recommender is None:
-            raise UnknownModel("this bundle holds no recommender; train one first")
+            raise UnknownModel(
+                "this bundle holds no recommender, which the lists popular and latest need too; "
+                "train one with recserve train recommender --bundle BUNDLE"
+            )
         return self._recommender
 
     @property
@@ -323,7 +326,10 @@ class Service:
         _ = self.bundle
         self._check_open()
         if self._ranker is None:
-            raise UnknownModel("this bundle holds no ranking model; train one first")
+            raise UnknownModel(
+                "this bundle holds no ranking model; "
+                "train one with recserve train ranker --bundle BUNDLE"
+            )
         return self._ranker
 
     @property
@@ -487,7 +493,7 @@ def _add_event_types(
     types = EventTypes(store)
     types.add(options.event_types)
     trained = () if tables is None else tables.settings.type_names
-    types.add_of_bundle((*bundle.manifest.type_names, *trained))
+    types.add((*bundle.manifest.type_names, *trained))
     return types
 
 

@@ -1,6 +1,7 @@
 """Text jobs: OpenAI's batch lines and prompts in Parquet, on a small language model."""
 
 import json
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -129,12 +130,13 @@ def test_bad_lines_go_to_errors_as_http_responses(service, tmp_path):
             "speculation.verifier",
         ),
     ]
-    lines = [good, *(each for each, _, _ in bad), "\n", good]
+    last = line(9, "/v1/completions", prompt="a", max_tokens=1)
+    lines = [good, "\n", *(each for each, _, _ in bad), last]
     source = write_lines(tmp_path / "in.jsonl", lines)
     report = compute(service, source, tmp_path / "out", 100)
     assert (report.rows, report.errors) == (2, 8)
     found = outputs(tmp_path / "out" / "_errors")
-    assert [each["line"] for each in found] == list(range(1, 9))
+    assert [each["line"] for each in found] == list(range(3, 11)), "from 1, with blank lines"
     assert [each["response"]["status_code"] for each in found] == [status for _, status, _ in bad]
     params = [each["response"]["body"]["error"]["param"] for each in found]
     assert params == [param for _, _, param in bad]
@@ -228,3 +230,35 @@ def test_columns_of_prompts_are_checked(tmp_path, columns, words):
     pq.write_table(pa.table(columns), tmp_path / "in.parquet")
     with pytest.raises(SchemaError, match=words):
         check(Job(tmp_path / "in.parquet", tmp_path / "out"), check_prompts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("as_lines", [True, False])
+def test_a_repeated_custom_id_is_refused(tmp_path, as_lines, seed):
+    """It names both places, in one file or two; a request without an id is never refused."""
+    draw = random.Random(seed)
+    pool = [None, *(f"{letter}-{n}" for n in range(6) for letter in "aß日")]
+    seen, expected = {}, None
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        path = tmp_path / "in" / (name + (".jsonl" if as_lines else ".parquet"))
+        ids = draw.choices(pool, k=draw.randint(1, 5))
+        for row, one in enumerate(ids):
+            place = f"{path}: {f'line {2 * row + 1}' if as_lines else f'row {row}'}"
+            if one in seen and expected is None:
+                expected = f"{place}: custom_id {one!r} is that of {seen[one]};"
+            if one is not None:
+                seen.setdefault(one, place)
+        if as_lines:  # with blank lines between
+            lines = ["{" if one is None else json.dumps({"custom_id": one}) for one in ids]
+            path.write_text("\n\n".join(lines))
+        else:
+            table = pa.table({"custom_id": pa.array(ids, pa.string()), "prompt": ["a"] * len(ids)})
+            pq.write_table(table, path)
+    job = Job(tmp_path / "in", tmp_path / "out")
+    try:
+        check(job, check_lines if as_lines else check_prompts)
+    except SchemaError as error:
+        assert expected is not None and str(error).startswith(expected)
+    else:
+        assert expected is None

@@ -1,6 +1,7 @@
 """Language models from folders: logits equal to transformers, and refusals that say why."""
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
@@ -19,6 +20,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.loading import UnsupportedModel, load_language_model, read_config
 from recserve.models.packing import PackedLinear, pack_weights, packable
+from recserve.models.ranker import RankerConfig
 from recserve.models.saving import rope_fields, save_language_model
 from tests.support.model_folders import FAMILIES, LLAMA3, drawn
 
@@ -166,7 +168,7 @@ def test_longrope_is_fixed_by_the_longest_text(positions, tmp_path):
         ({"num_hidden_layers": 2}, "a tensor 'model.layers.2.* no place for"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; expected at most 1000"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a number from 1e-30 to 1 "),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "theta is nan"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor is None"),
@@ -194,6 +196,59 @@ def test_damaged_files_are_named(tmp_path):
     config.write_text("{")
     with pytest.raises(UnsupportedModel, match="config.json is not JSON"):
         load_language_model(tmp_path)
+
+
+ABSURD = (0, -1e-6, 1e30, float("inf"), float("-inf"), float("nan"), True, "1", [1.0])
+
+
+def own_field(name):
+    return lambda value: {name: value}
+
+
+def rope_field(name, kind):
+    rest = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rest |= {"original_max_position_embeddings": 16}
+    known = rest if kind == "llama3" else {"rope_type": kind, "factor": 2.0}
+    return lambda value: {"rope_parameters": {**known, name: value}}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rms_norm_eps", own_field("rms_norm_eps")),
+        ("rope_theta", own_field("rope_theta")),
+        ("factor", rope_field("factor", "linear")),
+        ("attention_factor", rope_field("attention_factor", "yarn")),
+        ("beta_fast", rope_field("beta_fast", "yarn")),
+        ("low_freq_factor", rope_field("low_freq_factor", "llama3")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_absurd_number_is_refused_with_field_bound_and_value(name, change, tmp_path):
+    drawn(tmp_path, "llama")
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    if name == "rope_theta":
+        del fields["rope_parameters"]
+    for value in ABSURD:
+        path.write_text(json.dumps(fields | change(value)))
+        shown = re.escape(repr(value))
+        with pytest.raises(UnsupportedModel, match=rf"{name} is {shown}; a number from .* to "):
+            load_language_model(tmp_path)
+
+
+@pytest.mark.parametrize("value", [*ABSURD[:7], -1])
+def test_a_decoder_has_no_absurd_numbers(value):
+    """Those of a bundle's own models too."""
+    sizes = (32, 1, 2, 1, 16, 64)
+    for name in ("norm_eps", "rope_theta", *(["dropout"] if value else [])):
+        with pytest.raises(ValueError, match=f"{name} is {re.escape(repr(value))}; expected a num"):
+            DecoderConfig(*sizes, **{name: value})
+    with pytest.raises(ValueError, match=r"norm_eps is .*; expected a number from 1e-30 to 1"):
+        RankerConfig(10, 8, 8, norm_eps=value)
+    if not isinstance(value, bool) and value != 1e30:
+        with pytest.raises(ValueError, match="normalizer is .*above 0"):
+            RankerConfig(10, 8, 8, normalizer=value)
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,18 @@ def no_alpha(fields, adapter, head):
     del fields["lora_alpha"]
 
 
+def zero_alpha(fields, adapter, head):
+    fields["lora_alpha"] = 0
+
+
+def alpha_is_no_number(fields, adapter, head):
+    fields["lora_alpha"] = float("nan")
+
+
+def rank_is_true(fields, adapter, head):
+    fields["r"] = True
+
+
 def head_is_named(fields, adapter, head):
     fields["target_modules"] = [*fields["target_modules"], "lm_head"]
 
@@ -236,6 +248,9 @@ FAULTS = {
     trained_biases: "bias is 'all'",
     another_rank: "r and the target require",
     no_alpha: "lora_alpha is None",
+    zero_alpha: "lora_alpha is 0; a number from",
+    alpha_is_no_number: "lora_alpha is nan; a number from",
+    rank_is_true: "r is True; an integer from 1",
     head_is_named: "'lm_head'",
     not_named: "k_proj.lora_A",
     no_b: "layers.1.mlp.up_proj.lora_B",

@@ -1,6 +1,7 @@
 """Medusa heads in files: both layouts, shards, parts of a vocabulary, and refusals by name."""
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -270,9 +271,11 @@ def test_a_logit_scale_reaches_the_logits(tmp_path):
     heads, hidden = drawn_heads(), torch.randn(4, E)
     folder = write(tmp_path, vllm(heads), {"logit_scale": 0.25}, "model.safetensors")
     torch.testing.assert_close(load_medusa(folder, E, V)(hidden), 0.25 * heads(hidden))
-    write(tmp_path, vllm(heads), {"logit_scale": -1.0}, "model.safetensors")
-    with pytest.raises(UnsupportedModel, match=r"logit_scale is -1\.0"):
-        load_medusa(folder, E, V)
+    for wrong in (-1.0, 0, True, 1e30):
+        write(tmp_path, vllm(heads), {"logit_scale": wrong}, "model.safetensors")
+        shown = re.escape(repr(wrong))
+        with pytest.raises(UnsupportedModel, match=rf"logit_scale is {shown}; a number from"):
+            load_medusa(folder, E, V)
 
 
 @pytest.mark.parametrize(

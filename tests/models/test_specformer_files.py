@@ -169,6 +169,10 @@ def more_slots(fields, weights):
     fields["max_ahead"] = SLOTS + 1
 
 
+def slots_are_true(fields, weights):
+    fields["max_ahead"] = True
+
+
 def another_target(fields, weights):
     fields["num_target_layers"] = 36
 
@@ -198,6 +202,7 @@ FAULTS = {
     unknown_tensor: "'base_model.lm_head.weight' that has no place",
     missing_tensor: "no tensor 'positional.bias'",
     no_slots: "max_ahead is None",
+    slots_are_true: "max_ahead is True; a positive integer",
     no_hooks: "hook_list is ",
     hook_too_deep: "layer 3 of its target, which has 2",
     fewer_hooks: r"down_samp.weight: \(32, 128\) in .* \(32, 96\)",

@@ -25,9 +25,8 @@ from recserve.schemas.numbers import exact_number
 from recserve.server.app import create_app
 from recserve.server.binary_tensors import check_outputs, read_request
 from recserve.server.body_decoder import decode
-from recserve.service.text.embeddings import _inputs
 from recserve.service.text.model import TextModel
-from recserve.service.text.prompts import plan_chat, plan_completion
+from recserve.service.text.prompts import name_texts, plan_chat, plan_completion
 from recserve.speculation.drafters.none import NoDrafter
 from tests.support.schema_bodies import Bodies
 
@@ -70,7 +69,7 @@ def check_tokenize(body: encoding.TokenizeRequest) -> None:
 
 def check_embeddings(body: encoding.EmbeddingsRequest) -> None:
     body.check()
-    _inputs(body.input)
+    name_texts("input", body.input, encoding.MAX_INPUTS)
 
 
 class AnyField:
@@ -98,6 +97,12 @@ def check_item_request(body: items.RecommendRequest | items.RankRequest) -> None
     if isinstance(body, items.RecommendRequest):
         if body.filter is not None:
             check_filter(body.filter)
+        if body.diversity is not None and body.diversity.at_least is not None:
+            quota = body.diversity.at_least
+            if quota.new_within_s is None and quota.filter is None:
+                raise items.MissingField("diversity.at_least", "new_within_s or filter")
+            if quota.filter is not None:
+                check_filter(quota.filter)
         if body.beam_width is not None and body.beam_width < body.k:
             raise items.InvalidRequest("beam_width", "at least k")
         if body.exclude.seen_within_s is not None and not body.exclude.seen:

@@ -47,3 +47,9 @@ def test_the_metrics_have_the_requests_and_no_engine(client):
 def test_what_needs_a_model_says_which(client, path, body):
     said = client.post(path, json=body)
     assert (said.status_code, said.json()["error"]["code"]) == (404, "unknown_model")
+
+
+@pytest.mark.parametrize("strategy", ["popular", "latest", "auto"])
+def test_without_a_recommender_a_slate_says_which_command_makes_one(client, strategy):
+    said = client.post("/v1/recommend", json={"strategy": strategy, "k": 3}).json()["error"]
+    assert "recserve train recommender" in said["message"] and "popular" in said["message"]

@@ -6,6 +6,7 @@ import pytest
 
 from recserve.features.catalog.filters import FilterError, ItemFilters
 from recserve.features.tables.items import ItemTable
+from recserve.schemas.items import Diversity, InvalidRequest, Quota
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
 
 PATHS = [["Care > Skin"], ["Care"], ["C1"], []]
@@ -67,6 +68,30 @@ def test_values_that_no_item_has_are_named(service):
     assert len(slate(service, filter={"not": many}).filter_hints) == 5
     assert not slate(service).filter_hints
     assert not slate(service, filter={"not": {"eq": ["category", category]}}).filter_hints
+
+
+def test_the_filter_of_a_quota_gives_the_same_hints_and_refusals(service):
+    category = base_of(service).items.categories[0][0]
+    wrong = {"in": ["category", [category, category.lower(), "zzz"]]}
+    hints = slate(service, filter=wrong).filter_hints
+    found = slate(service, diversity=_quota(wrong))
+    assert found.filter_hints == hints and "unknown_filter_values" in found.degraded
+    both = slate(service, filter={"not": {"eq": ["brand", "zzz"]}}, diversity=_quota(wrong))
+    assert both.filter_hints == ['brand: no item has "zzz"', *hints]
+    many = {"or": [{"eq": ["price", -n]} for n in range(1, 9)]}
+    assert len(slate(service, filter={"not": many}, diversity=_quota(wrong)).filter_hints) == 5
+    assert not slate(service, diversity=_quota({"eq": ["category", category]})).filter_hints
+    for tree in ({"range": ["price", 30, 20]}, {"eq": ["colr", 1]}, {"eq": ["price", "1"]}):
+        with pytest.raises(InvalidRequest) as plain:
+            slate(service, filter=tree)
+        with pytest.raises(InvalidRequest) as of_quota:
+            slate(service, diversity=_quota(tree))
+        assert of_quota.value.param == f"diversity.at_least.{plain.value.param}"
+        assert str(of_quota.value) == f"diversity.at_least.{plain.value}"
+
+
+def _quota(tree):
+    return Diversity(at_least=Quota(count=1, filter=tree))
 
 
 def test_a_value_of_a_new_item_is_known(service):

@@ -557,3 +557,21 @@ def test_over_http(tmp_path):
         assert client.get("/v1/items/a/b").json()["catalog_version"] == first + ".3"
         many = {"items": [{"item_id": str(n)} for n in range(1001)]}
         assert client.put("/v1/items", content=json.dumps(many)).status_code == 422
+
+
+@pytest.mark.parametrize("fields", [("title",), ("categories",), ("title", "categories")])
+def test_null_removes_the_words_of_an_item(service, fields):
+    """As it removes a time or an attribute; what a read returns can be put."""
+    put(service, item_like(service, "worded", title="Red", categories=["Care"]))
+    nulls = dict.fromkeys(fields)
+    assert put(service, {"item_id": "worded", **nulls}).updated == 1
+    item = service.item("worded")
+    assert item.title == (None if "title" in fields else "Red")
+    assert item.categories == ([] if "categories" in fields else ["Care"])
+    assert put(service, {"item_id": "worded", "title": item.title}).updated == 1
+    assert service.item("worded").title == item.title
+    for absent in ({}, {"price": 1.0}):  # an absent field stays
+        put(service, {"item_id": "worded", **absent})
+        assert service.item("worded").categories == item.categories
+    refused = put(service, {"item_id": "worded", "embedding": None})
+    assert [one.reason for one in refused.rejected] == ["embedding: expected array, got null"]

@@ -136,6 +136,32 @@ def read_id(folder: Path, value: Any, column: str) -> str | None:
         return None
 
 
+@given(values=st.lists(st.integers(-(10**300), 10**300) | st.integers(), min_size=1, max_size=4))
+@EXAMPLES
+def test_lines_of_json_have_ids_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, values: list[int]
+) -> None:
+    """Their digits count, as over HTTP; another column refuses a number beyond 64 bits by line."""
+    folder = tmp_path_factory.mktemp("lines")
+    ids = list(dict.fromkeys(value for value in values if len(str(value)) <= 256)) or [2**64]
+    path = folder / "rows.jsonl"
+    path.write_text("\n\n".join(json.dumps({"item_id": one}) for one in ids))
+    assert list(read_items(path)[0].ids) == list(map(str, ids))
+    row = {"item_id": 7, "position": 1}
+    path.write_text("\n".join(json.dumps({**row, "user_id": one}) for one in ids))
+    assert sorted(read_events(path, read_items_of_seven(folder))[0].user_ids) == sorted(
+        map(str, ids)
+    )
+    wide = next((n for n, value in enumerate(values) if not -(2**63) <= value < 2**63), None)
+    lines = [{"item_id": n, "price": [value]} for n, value in enumerate(values)]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    if wide is None:
+        read_items(path)
+        return
+    with pytest.raises(SchemaError, match=f"column price, line {2 * wide + 1}: .* 64 bits"):
+        read_items(path)
+
+
 def read_items_of_seven(folder: Path) -> Any:
     path = folder / "seven.parquet"
     pq.write_table(pa.table({"item_id": [7]}), path)
@@ -179,7 +205,8 @@ def test_a_user_arrives_alike_through_every_door(
         ):
             answer = client.post(path, content=body)
             assert answer.status_code == 422, answer.text
-            assert "expected string or integer, got" in answer.json()["error"]["message"]
+            bound = " of at most 256 digits" if type(value) is int else ""
+            assert f"expected string or integer{bound}, got" in answer.json()["error"]["message"]
         return
     assert service.add_events({"events": [event]}).accepted == 1
     assert [e.item_id for e in service.history(value).events] == ["7"]
@@ -338,7 +365,7 @@ def test_what_is_no_time_is_refused_at_every_door(
         {"user_id": "untimed", "item_id": 7, "timestamp": 1_700_000_000},
     ]
     if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
-        with pytest.raises(InvalidRequest, match="expected string or number, got"):
+        with pytest.raises(InvalidRequest, match="expected (string or number|RFC 3339)"):
             service.add_events({"events": events})
         return
     for send in (
@@ -358,6 +385,24 @@ def test_what_is_no_time_is_refused_at_every_door(
         assert plain["rejected"][0]["reason"].startswith("timestamp: expected RFC 3339")
         assert plain["accepted"] == 1
         service.delete_user("untimed")
+
+
+@given(value=st.one_of(NO_TIMES, st.integers(10**60, 10**300), st.floats(1e20, 1e300)))
+@EXAMPLES
+def test_a_number_that_is_no_time_is_refused_as_a_number(client: httpx.Client, value: Any) -> None:
+    """It is not said to be a wrong RFC 3339 text."""
+    if isinstance(value, bool | str) or not math.isfinite(value):
+        return
+    shown = {"history": [7], "candidates": [{"item_id": 7, "shown_at": value}]}
+    said = client.post("/v1/rank", json=shown).json()["error"]
+    reasons = [said["message"].removeprefix(f"{said['param']}: ")]
+    assert said["param"] == "candidates[0].shown_at"
+    for name in ("available_from", "expires_at"):
+        item = {"items": [{"item_id": 7, name: value}]}
+        (refused,) = client.put("/v1/items", json=item).json()["rejected"]
+        reasons.append(refused["reason"].removeprefix(f"{name}: "))
+    numbers = "expected RFC 3339 with a zone, or a number since 1970 in seconds, milli"
+    assert all(reason.startswith(numbers) for reason in reasons), reasons
 
 
 def test_shown_at_counts_from_1970_in_any_unit(service: Service) -> None:

@@ -205,7 +205,18 @@ def draw_filter(random: random.Random, schema: dict, rows: list[dict], depth: in
         return {"eq": [name, literal()]}
     if operator == "in":
         return {"in": [name, [literal() for _ in range(random.randrange(1, 12))]]}
-    return {"range": [name, random.choice([None, literal()]), random.choice([None, literal()])]}
+    low, high = sorted((literal(), literal()), key=lambda end: _order(kind, end))
+    return {"range": [name, random.choice([None, low]), random.choice([None, high])]}
+
+
+def draw_inverted(random: random.Random, name: str, values: list) -> list | None:
+    """Draws a range of a column whose low end is above its high end; None if none was drawn."""
+    kind = TYPES[name]
+    one, other = (draw_literal(random, kind, values) for _ in range(2))
+    if _order(kind, one) == _order(kind, other):
+        return None
+    low, high = sorted((one, other), key=lambda end: _order(kind, end))
+    return [name, high, low]
 
 
 def draw_rows(random: random.Random, schema: dict, count: int) -> list[dict]:

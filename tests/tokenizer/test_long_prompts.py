@@ -161,11 +161,11 @@ def calls(server, monkeypatch):
 TOO_LONG = "x" * (CONTEXT * BYTES_PER_TOKEN + 1)
 REFUSED = {
     "completion": ("/v1/completions", {"prompt": TOO_LONG}, "prompt"),
-    "one of several": ("/v1/completions", {"prompt": [TOO_LONG, "a"]}, "prompt"),
+    "one of several": ("/v1/completions", {"prompt": [TOO_LONG, "a"]}, "prompt[0]"),
     "chat": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": TOO_LONG}]},
-        "prompt",
+        "messages",
     ),
     "query to score": (
         "/generative_scoring",
@@ -233,7 +233,7 @@ def test_a_text_at_the_bound_is_encoded_to_know(server, calls):
     answer = server.post("/v1/completions", json={"prompt": at_bound})
     assert answer.status_code == 422
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert f"the prompt has {len(at_bound)}" in answer.json()["error"]["message"]
+    assert f"prompt takes {len(at_bound)}" in answer.json()["error"]["message"]
     assert calls() == 1
 
 

@@ -110,10 +110,16 @@ class WholeColumn:
     def within(self, low: Any, high: Any) -> np.ndarray:
         """Returns [I] bool, True where low <= value <= high. None leaves an end open."""
         try:
-            least = None if low is None else self.bounds(low)[1]
-            most = None if high is None else self.bounds(high)[0]
+            of_low = None if low is None else self.bounds(low)
+            of_high = None if high is None else self.bounds(high)
         except ValueError as error:
             raise ValueError(_ends(str(error), low, high)) from None
+        if of_low is not None and of_high is not None:
+            # Two numbers between the same whole ones have equal bounds.
+            numbers = is_number(low) and is_number(high)
+            _check_order(low, high, of_low > of_high or (numbers and low > high))
+        least = None if of_low is None else of_low[1]
+        most = None if of_high is None else of_high[0]
         out = np.ones(len(self.values), dtype=bool)
         # The least and the greatest value of the type: NumPy rounds what is beyond them.
         limits = (-BEYOND, BEYOND)
@@ -173,12 +179,11 @@ class FloatColumn:
         """Returns [I] bool, True where low <= value <= high. None leaves an end open."""
         if not all(end is None or is_number(end) for end in (low, high)):
             raise ValueError(_ends("a number", low, high))
-        out = np.asarray(~np.isnan(self.values))
-        if low is not None:
-            out &= self.values >= round_to(low, self.values.dtype)
-        if high is not None:
-            out &= self.values <= round_to(high, self.values.dtype)
-        return out
+        kind = self.values.dtype
+        least = -np.inf if low is None else round_to(low, kind)
+        most = np.inf if high is None else round_to(high, kind)
+        _check_order(low, high, bool(least > most))
+        return np.asarray((self.values >= least) & (self.values <= most))
 
     def absent(self, values: Sequence[Any]) -> list[Any]:
         """Returns those of the values that no item has."""
@@ -273,6 +278,15 @@ def _ends(expected: str, low: Any, high: Any) -> str:
     return (
         f"has a range whose ends are {wanted} or null, got {short_form(low)} and {short_form(high)}"
     )
+
+
+def _check_order(low: Any, high: Any, inverted: bool) -> None:
+    """Raises ValueError for a range whose low end is above its high end: no item is in it."""
+    if inverted:
+        raise ValueError(
+            "has a range whose low end is above its high end, "
+            f"got {short_form(low)} and {short_form(high)}"
+        )
 
 
 def _valid(column: pa.ChunkedArray) -> np.ndarray | None:

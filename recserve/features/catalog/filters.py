@@ -35,7 +35,7 @@ from recserve.features.catalog.filter_columns import (
 from recserve.features.tables.items import TIME_USE, ItemTable
 
 MAX_DEPTH = 8
-MAX_NODES = 64
+MAX_CONDITIONS = 64  # `eq`, `in` and `range`; `and`, `or` and `not` only combine them
 MAX_VALUES = 1000
 CATEGORIES = "categories"
 CATEGORY = "category"
@@ -129,27 +129,34 @@ class ItemFilters:
         """Returns the value of a field that resembles a text most, or None."""
         return self._column(field).nearest(value)
 
-    def _check(self, tree: Any, place: str, depth: int, nodes: list[int]) -> None:
-        """Checks shape and bounds of the whole tree, before any part is evaluated."""
-        nodes[0] += 1
+    def _check(self, tree: Any, place: str, depth: int, count: list[int]) -> None:
+        """Checks shape and bounds of the whole tree, before any part is evaluated.
+
+        Args:
+            tree: A part of the tree.
+            place: Its position.
+            depth: Its level, from 1.
+            count: [1] conditions so far; the function adds those of this part.
+        """
         if depth > MAX_DEPTH:
             raise FilterError(place, f"at most {MAX_DEPTH} levels, got more")
-        if nodes[0] > MAX_NODES:
-            raise FilterError(place, f"at most {MAX_NODES} conditions, got more")
         if not isinstance(tree, dict) or len(tree) != 1:
             keys = f"one of {', '.join(OPERATORS)} as the only key"
             raise FilterError(place, f"expected {keys}, got {short_form(tree)}")
         ((operator, operand),) = tree.items()
         here = f"{place}.{operator[:40]}" if place else operator[:40]
         if operator == "not":
-            self._check(operand, here, depth + 1, nodes)
+            self._check(operand, here, depth + 1, count)
         elif operator in ("and", "or"):
             if not isinstance(operand, list) or not operand:
                 got = short_form(operand)
                 raise FilterError(here, f"expected a list of one condition or more, got {got}")
             for index, part in enumerate(operand):
-                self._check(part, f"{here}[{index}]", depth + 1, nodes)
+                self._check(part, f"{here}[{index}]", depth + 1, count)
         elif operator in OPERATORS:
+            count[0] += 1
+            if count[0] > MAX_CONDITIONS:
+                raise FilterError(here, f"at most {MAX_CONDITIONS} conditions, got more")
             self._check_leaf(operator, operand, here)
         else:
             raise FilterError(here, f"unknown operator; known operators: {', '.join(OPERATORS)}")

@@ -18,6 +18,7 @@ from recserve.bounds import (
     MIN_TIME_US,
     TIMES,
 )
+from recserve.features.history.type_names import type_name_fault
 from recserve.features.tables.conversions import (
     Times,
     convert_ids,
@@ -61,7 +62,7 @@ def read_events(
     These rows are rejected:
 
     - A null or empty id, a long user id, an unknown item, a null time, a time or position out of
-      the bounds of a history, or a value that is not a finite 32-bit float.
+      the bounds of a history, a blank or long type, or a value that is not a finite 32-bit float.
     - An event that repeats user, item, time and type of an earlier row.
     - A repeated position of a user, if there is no timestamp.
     - A row that is older than the previous row of its user. Under "skip" such rows are sorted by
@@ -191,6 +192,13 @@ class _Columns:
             clock,
             lambda r: f"it is {show_time(given[r])}; expected {bound}",
         )
+        faults = [type_name_fault(name) for name in self.type_names]
+        check.refuse(
+            np.array([fault is not None for fault in faults], bool)[self.types],
+            "invalid type",
+            "type",
+            lambda r: faults[self.types[r]] or "",
+        )
         check.refuse(
             ~(np.abs(self.values) <= MAX_VALUE),
             "value not finite",
@@ -207,13 +215,14 @@ class _Columns:
         codes = left.indices.to_numpy(zero_copy_only=False)
         order = kept[np.lexsort((self.positions.values[kept], self.times.values[kept], codes))]
         counts = np.bincount(codes, minlength=len(left.dictionary))
+        used, types = np.unique(self.types[order], return_inverse=True)
         return EventLog(
             left.dictionary.to_pylist(),
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             self.item_rows[order],
             self.order_by.values[order],
-            self.types[order],
-            self.type_names,
+            types.astype(np.int16),
+            tuple(self.type_names[number] for number in used.tolist()),
             self.values[order].astype(np.float32),
             self.clock == "timestamp",
         )

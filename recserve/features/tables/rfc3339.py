@@ -7,7 +7,7 @@ import math
 import re
 from decimal import Decimal
 
-from recserve.bounds import NUMBER, UNITS_PER_S, time_of_number
+from recserve.bounds import NUMBER, NUMBER_OF_TIME, time_of_number
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _EPOCH_DAY = _EPOCH.date().toordinal()
@@ -65,10 +65,7 @@ def parse_event_time(text: str) -> int:
     if time_us is not None:
         return time_us
     if NUMBER.fullmatch(text):
-        raise ValueError(
-            f"expected RFC 3339, or a number since 1970 in {', '.join(UNITS_PER_S)} of the years "
-            f"1973 to 2255, got {text[:60]}"
-        )
+        raise ValueError(f"expected RFC 3339, or {NUMBER_OF_TIME}, got {text[:60]}")
     return math.floor(parse_timestamp(text) * 1_000_000)
 
 

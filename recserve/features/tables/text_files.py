@@ -20,6 +20,8 @@ LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 BLOCK_BYTES = 16 << 20  # a row of CSV must be shorter
 # Columns of CSV whose text is never read as numbers here.
 TEXT_COLUMNS = ("user_id", "item_id", "title", "categories", "timestamp", "type")
+ID_COLUMNS = ("user_id", "item_id")
+INT64 = range(-(2**63), 2**63)
 # A number with leading zeros is a code, not a number. 18 digits always fit into int64.
 _INTEGER = r"^-?(0|[1-9][0-9]{0,17})$"
 _NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
@@ -72,13 +74,26 @@ def _infer(texts: pa.ChunkedArray) -> pa.ChunkedArray:
     return texts
 
 
+def _is_wide(value: Any) -> bool:
+    """Whether a JSON value is or has an integer beyond 64 bits."""
+    if isinstance(value, int):
+        return value not in INT64
+    if isinstance(value, list | dict):
+        return any(map(_is_wide, value.values() if isinstance(value, dict) else value))
+    return False
+
+
 def read_lines(path: Path) -> pa.Table:
     """Reads a file with one JSON object per line. An absent field is null.
 
+    Ids that are integers beyond 64 bits become their digits.
+
     Raises:
-        SchemaError: If a line is not a JSON object, or a column mixes types.
+        SchemaError: If a line is not a JSON object, a column mixes types, or another integer does
+            not fit into 64 bits.
     """
     rows: list[dict[str, Any]] = []
+    lines: list[int] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -93,12 +108,24 @@ def read_lines(path: Path) -> pa.Table:
                     f"got {type(row).__name__}"
                 )
             rows.append(row)
+            lines.append(number)
     columns, problems = {}, []
     for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
         try:
-            columns[name] = pa.array([row.get(name) for row in rows])
+            columns[name] = pa.array(values)
         except (pa.ArrowException, TypeError, OverflowError) as error:
-            problems.append(f"{path}: column {name} has values of several types ({error})")
+            wide = next((n for n, value in enumerate(values) if _is_wide(value)), None)
+            is_id = name in ID_COLUMNS
+            if is_id and wide is not None and all(type(v) is int for v in values if v is not None):
+                columns[name] = pa.array([None if v is None else str(v) for v in values])
+            elif is_id or wide is None:
+                problems.append(f"{path}: column {name} has values of several types ({error})")
+            else:
+                problems.append(
+                    f"{path}: column {name}, line {lines[wide]}: an integer does not fit into "
+                    f"64 bits: {json.dumps(values[wide])[:80]}"
+                )
     if problems:
         raise SchemaError("\n".join(problems))
     return pa.table(columns)

@@ -14,7 +14,6 @@ and dspark), SpecForge and DeepSpec (modeling/dspark).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -39,6 +38,7 @@ from recserve.models.loading import (
     read_config,
     read_flag,
     read_names,
+    read_number,
     read_object,
     read_whole,
 )
@@ -219,7 +219,7 @@ def read_block_config(
         own_head="lm_head.weight" in tensors,
         input_scale=_number(found, "input_embedding_scale", default=1.0),
         output_scale=_number(found, "output_multiplier", "logit_scale", default=1.0),
-        softcap=max(_number(found, "final_logit_softcapping", default=0.0), 0.0),
+        softcap=_softcap(found),
         **_heads(found),
     )
     if config.from_anchor and found.kind == "dflash2":
@@ -233,10 +233,16 @@ def _whole(found: _Fields, *names: str, default: int | None = None, least: int =
 
 
 def _number(found: _Fields, *names: str, default: float) -> float:
-    value = found.get(*names, default=default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UnsupportedModel(f"config.json: {names[0]} is {value!r:.80}; a number is needed")
-    return float(value)
+    name = next((name for name in names if found.get(name) is not None), names[0])
+    return read_number({name: found.get(name)}, name, default)
+
+
+def _softcap(found: _Fields) -> float:
+    """Returns the bound of the logits; 0 and null mean none."""
+    name = "final_logit_softcapping"
+    value = found.get(name)
+    none = value is None or (type(value) in (int, float) and value == 0)
+    return 0.0 if none else read_number({name: value}, name)
 
 
 def _kind(every: Mapping[str, Any], names: str, tensors: set[str]) -> Kind:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from recserve.models.loading import (
     UnsupportedModel,
     opened_file,
     read_json,
+    read_number,
     read_tensor,
 )
 from recserve.models.weight_check import is_finite
@@ -126,22 +126,16 @@ def _read_config(fields: dict[str, Any], folder: str) -> tuple[int, float]:
             raise UnsupportedModel(f"{CONFIG} of {folder} has an unknown field {name!r}")
     if fields.get("peft_type") != "LORA":
         raise UnsupportedModel(f"peft_type is {fields.get('peft_type')!r} in {folder}, not 'LORA'")
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    rank, where = fields.get("r"), f"{CONFIG} of {folder}"
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise UnsupportedModel(
-            f"{CONFIG} of {folder}: r is {rank!r:.80}; an integer from 1 to {MAX_RANK} is needed"
+            f"{where}: r is {rank!r:.80}; an integer from 1 to {MAX_RANK} is needed"
         )
-    number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-    if alpha is None or not number or not 0 < alpha <= sys.float_info.max:
-        raise UnsupportedModel(
-            f"{CONFIG} of {folder}: lora_alpha is {alpha!r:.80}; a number above 0 is needed"
-        )
+    alpha = read_number(fields, "lora_alpha", file=where)
     scaled = fields.get("use_rslora")
     if scaled is not None and not isinstance(scaled, bool):
-        raise UnsupportedModel(
-            f"{CONFIG} of {folder}: use_rslora is {scaled!r:.80}; true or false is needed"
-        )
-    return rank, alpha * rank**0.5 if scaled else float(alpha)
+        raise UnsupportedModel(f"{where}: use_rslora is {scaled!r:.80}; true or false is needed")
+    return rank, alpha * rank**0.5 if scaled else alpha
 
 
 def _named_modules(fields: dict[str, Any], num_layers: int, folder: str) -> set[str]:

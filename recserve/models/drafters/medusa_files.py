@@ -8,7 +8,6 @@ heads where there are 5. Every field and every tensor is read, known to change n
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -33,6 +32,7 @@ from recserve.models.loading import (
     opened_file,
     read_flag,
     read_json,
+    read_number,
     read_tensor,
     read_whole,
     weight_map,
@@ -217,14 +217,7 @@ def _check_fields(fields: Mapping[str, Any], config: MedusaConfig, folder: str, 
 
 def _logit_scale(fields: Mapping[str, Any]) -> float:
     """Returns the factor of the heads' logits, which the output matrices absorb."""
-    scale = fields.get("logit_scale")
-    scale = 1.0 if scale is None else scale
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not number or not 0 < scale <= sys.float_info.max:
-        raise UnsupportedModel(
-            f"config.json: logit_scale is {scale!r:.80}; a number above 0 is needed"
-        )
-    return float(scale)
+    return read_number(fields, "logit_scale", 1.0)
 
 
 def _config(

@@ -6,7 +6,6 @@ A model that was trained to continue texts is not trained for this. Its vectors 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,7 +27,7 @@ from recserve.service.errors import ContextExceeded
 from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompt_scores import prompt_query
-from recserve.service.text.prompts import chat_text, check_tokens, encode_text
+from recserve.service.text.prompts import chat_text, check_tokens, encode_text, name_texts
 from recserve.tokenizer.token_bytes import shown, spelled
 
 
@@ -56,7 +55,8 @@ class Embeddings:
         """
         self.model.check_name(body.model)
         body.check()
-        inputs = [self._tokens(number, one) for number, one in enumerate(_inputs(body.input))]
+        given = name_texts("input", body.input, MAX_INPUTS)
+        inputs = [self._tokens(param, one) for param, one in given.items()]
         queries: list[PromptQuery] = []
         num_tokens = 0
         for tokens in inputs:
@@ -121,8 +121,7 @@ class Embeddings:
             **names,
         )
 
-    def _tokens(self, number: int, given: str | list[int]) -> list[int]:
-        param = f"input[{number}]"
+    def _tokens(self, param: str, given: str | list[int]) -> list[int]:
         tokens = encode_text(param, given, self.model)
         if not tokens:
             raise InvalidRequest(param, "is empty; a vector needs at least one token")
@@ -132,18 +131,3 @@ class Embeddings:
                 f"this model's context has {self.model.context} tokens; this text {len(tokens)}",
             )
         return tokens
-
-
-def _inputs(given: str | Sequence[str | int | list[int]]) -> list[str | list[int]]:
-    """Returns the inputs of a request. Raises InvalidRequest for a mixture, or for too many."""
-    if isinstance(given, str):
-        return [given]
-    tokens = [one for one in given if isinstance(one, int)]
-    if len(tokens) == len(given):
-        return [tokens]
-    inputs = [one for one in given if not isinstance(one, int)]
-    if tokens:
-        raise InvalidRequest("input", "expected texts or lists of token ids, got both kinds")
-    if len(inputs) > MAX_INPUTS:
-        raise InvalidRequest("input", f"expected at most {MAX_INPUTS} texts, got {len(inputs)}")
-    return inputs

@@ -40,11 +40,13 @@ class Prompt:
     """A prompt.
 
     Attributes:
+        param: Field of the request that gave it, for errors.
         tokens: At least one token id.
         text: Text of the prompt, as `echo` returns it.
         encoded: True if the request gave the text, False if it gave the tokens.
     """
 
+    param: str
     tokens: list[int]
     text: str
     encoded: bool
@@ -99,7 +101,7 @@ def plan_chat(body: ChatRequest, model: TextModel) -> TextPlan:
     model.check_name(body.model)
     body.check()
     text = chat_text(body.messages, body.chat_template_kwargs, model)
-    prompts = [_prompt(text, False, model)]
+    prompts = [_prompt("messages", text, False, model)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _plan(body, model, prompts, [body.most_tokens], logprobs)
 
@@ -177,10 +179,12 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
-    """Raises InvalidRequest for a token id outside the model's vocabulary."""
+    """Raises InvalidRequest for the first token id outside the model's vocabulary."""
     if tokens and max(tokens) >= model.vocab_size:
+        place = next(n for n, token in enumerate(tokens) if token >= model.vocab_size)
         raise InvalidRequest(
-            param, f"expected token ids below {model.vocab_size}, got {max(tokens)}"
+            f"{param}[{place}]",
+            f"expected a token id below {model.vocab_size}, got {tokens[place]}",
         )
 
 
@@ -221,20 +225,36 @@ def _plan(
 
 def _completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
     """Returns the prompts of a body, in order. Raises InvalidRequest or ContextExceeded."""
-    given = body.prompt
-    parts: Sequence[str | list[int]]
-    if isinstance(given, str):
-        parts = [given]
-    elif all(isinstance(part, int) for part in given):
-        parts = [[part for part in given if isinstance(part, int)]]
-    else:
-        parts = [part for part in given if not isinstance(part, int)]
-        if len(parts) != len(given):
-            raise InvalidRequest("prompt", "expected texts or lists of token ids, got both kinds")
+    parts = name_texts("prompt", body.prompt, MAX_CHOICES)
     if len(parts) * (body.n or 1) > MAX_CHOICES:
         given_texts = f"{len(parts)} prompts with n = {body.n or 1}"
         raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {given_texts}")
-    return [_prompt(part, body.add_special_tokens, model) for part in parts]
+    return [_prompt(param, part, body.add_special_tokens, model) for param, part in parts.items()]
+
+
+def name_texts(
+    param: str, given: str | Sequence[str | int | list[int]], most: int
+) -> dict[str, str | list[int]]:
+    """Returns each text of a field by its name in errors, such as `prompt[3]` in a list.
+
+    Args:
+        param: Name of the field.
+        given: A text, a list of token ids, or a list of either.
+        most: Most texts of a list.
+
+    Raises:
+        InvalidRequest: If a list mixes token ids with texts, or has too many texts.
+    """
+    if isinstance(given, str):
+        return {param: given}
+    tokens = [one for one in given if isinstance(one, int)]
+    if len(tokens) == len(given):
+        return {param: tokens}
+    if tokens:
+        raise InvalidRequest(param, "expected texts or lists of token ids, got both kinds")
+    if len(given) > most:
+        raise InvalidRequest(param, f"expected at most {most} texts, got {len(given)}")
+    return {f"{param}[{n}]": one for n, one in enumerate(given) if not isinstance(one, int)}
 
 
 def _sampling(
@@ -262,15 +282,18 @@ def _sampling(
     if room < (1 if max_tokens is None else max_tokens):
         limit = "" if max_tokens is None else f", max_tokens is {max_tokens}"
         raise ContextExceeded(
-            "max_tokens" if room >= 1 else "prompt",
-            f"this model's context has {model.context} tokens; the prompt has "
+            "max_tokens" if room >= 1 else prompt.param,
+            f"this model's context has {model.context} tokens; {prompt.param} takes "
             f"{len(prompt.tokens)}{limit}",
         )
     most = room if max_tokens is None else max_tokens
     if body.min_tokens > most:
         raise InvalidRequest("min_tokens", f"expected int <= {most}, got {body.min_tokens}")
     bias, stops = body.logit_bias or {}, body.stop_token_ids or []
-    check_tokens("logit_bias", list(bias), model)
+    for token in bias:
+        if token >= model.vocab_size:
+            expected = f"expected a token id below {model.vocab_size}, got {token}"
+            raise InvalidRequest(f"logit_bias.{token}", expected)
     check_tokens("stop_token_ids", stops, model)
     temperature = _or(body.temperature, 1.0)
     if 0 < temperature < MIN_TEMPERATURE:
@@ -303,15 +326,15 @@ def _sampling(
     return params
 
 
-def _prompt(given: str | list[int], special: bool, model: TextModel) -> Prompt:
+def _prompt(param: str, given: str | list[int], special: bool, model: TextModel) -> Prompt:
     if isinstance(given, str):
-        check_length("prompt", given, model)
-        prompt = Prompt(model.tokenizer.encode(given, special), given, True)
+        check_length(param, given, model)
+        prompt = Prompt(param, model.tokenizer.encode(given, special), given, True)
     else:
-        check_tokens("prompt", given, model)
-        prompt = Prompt(given, model.tokenizer.decode(given), False)
+        check_tokens(param, given, model)
+        prompt = Prompt(param, given, model.tokenizer.decode(given), False)
     if not prompt.tokens:
-        raise InvalidRequest("prompt", "is empty; this model needs at least one token to continue")
+        raise InvalidRequest(param, "is empty; this model needs at least one token to continue")
     return prompt
 
 

@@ -50,11 +50,13 @@ class Question:
     """The reranking prompt around a document.
 
     Attributes:
+        param: Field of the request that makes most of it, for errors.
         before: Tokens before the document.
         after: Tokens after the document.
         labels: Tokens of "yes" and of "no".
     """
 
+    param: str
     before: list[int]
     after: list[int]
     labels: tuple[int, int]
@@ -105,7 +107,9 @@ class TextScores:
                 usage=usage,
             )
 
-        return self._begin("items", query, items, tuple(body.label_token_ids), deadline_s, respond)
+        return self._begin(
+            ("query", "items"), query, items, tuple(body.label_token_ids), deadline_s, respond
+        )
 
     def begin_rerank(
         self,
@@ -122,7 +126,7 @@ class TextScores:
         self.model.check_name(body.model)
         body.check()
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
-        question = self._question(body.instruction or INSTRUCTION, body.query)
+        question = self._question(body)
         encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
         if most is None or most > self.model.context:  # otherwise cut to `most`
             for place, text in enumerate(texts):
@@ -151,12 +155,17 @@ class TextScores:
             )
 
         return self._begin(
-            "documents", question.before, branches, question.labels, deadline_s, respond
+            (question.param, "documents"),
+            question.before,
+            branches,
+            question.labels,
+            deadline_s,
+            respond,
         )
 
     def _begin(
         self,
-        param: str,
+        params: tuple[str, str],
         query: list[int],
         branches: Sequence[list[int]],
         labels: tuple[int, ...],
@@ -169,7 +178,7 @@ class TextScores:
         texts must tie.
 
         Args:
-            param: Field of the branches, for errors.
+            params: Fields of the query and of the branches, for errors.
             query: Tokens of the query.
             branches: Tokens of M branches.
             labels: K tokens to score after each branch.
@@ -177,11 +186,12 @@ class TextScores:
             respond: Makes the response from log-probabilities [M, K] and the usage.
         """
         longest = max(range(len(branches)), key=lambda n: len(branches[n]))
-        if len(query) + len(branches[longest]) > self.model.context:
+        size, above, below = len(branches[longest]), params[0], f"{params[1]}[{longest}]"
+        if len(query) + size > self.model.context:
             raise ContextExceeded(
-                f"{param}[{longest}]",
-                f"this model's context has {self.model.context} tokens; the query has {len(query)} "
-                f"and this text {len(branches[longest])}",
+                above if len(query) > size else below,  # the longer one
+                f"this model's context has {self.model.context} tokens; {above} takes "
+                f"{len(query)} and {below} {size}",
             )
         places: dict[tuple[int, ...], int] = {}
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
@@ -206,12 +216,14 @@ class TextScores:
 
         return Pending(self.engine.submit_all(requests), finish)
 
-    def _question(self, instruction: str, query: str) -> Question:
+    def _question(self, body: RerankRequest) -> Question:
         """Builds the prompt around a document.
 
         The prompt ends where the tokens of "yes" and "no" first differ.
         """
         tokenizer = self.model.tokenizer
+        instruction, query = body.instruction or INSTRUCTION, body.query
+        param = "instruction" if len(body.instruction or "") > len(query) else "query"
         turn = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {DOCUMENT_PLACEHOLDER}"
         if tokenizer.template is None:
             text, space = f"{RERANK_SYSTEM_PROMPT}\n{turn}\nAnswer:", " "
@@ -224,13 +236,13 @@ class TextScores:
         before, found, after = text.partition(DOCUMENT_PLACEHOLDER)
         if not found or DOCUMENT_PLACEHOLDER in after:
             raise InvalidRequest("query", "the model's chat template must show it exactly once")
-        check_length("query", before + after, self.model)
+        check_length(param, before + after, self.model)
         yes, no = (tokenizer.encode(f"{after}{space}{word}", False) for word in ("yes", "no"))
         same = next((n for n, (a, b) in enumerate(zip(yes, no, strict=False)) if a != b), None)
         if same is None:
             raise InvalidRequest("model", "this model's tokeniser encodes yes and no equally")
         head = tokenizer.encode(before, special=tokenizer.template is None)
-        return Question(head, yes[:same], (yes[same], no[same]))
+        return Question(param, head, yes[:same], (yes[same], no[same]))
 
     def _tokens(self, param: str, given: str | list[int], special: bool) -> list[int]:
         if isinstance(given, str):

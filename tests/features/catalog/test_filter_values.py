@@ -14,6 +14,7 @@ from tests.support.attribute_filters import (
     TYPES,
     arrow_array,
     draw_filter,
+    draw_inverted,
     draw_rows,
     fulfils,
 )
@@ -54,6 +55,43 @@ def test_every_filter_equals_a_plain_loop(seed):
         wanted = [n for n, row in enumerate(rows) if fulfils(tree, row, TYPES)]
         assert rows_of(filters, tree) == wanted, tree
         assert rows_of(live, tree) == wanted, tree
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_range_that_ends_before_it_begins_is_refused(seed):
+    """In every type that has ranges, and between two whole numbers too."""
+    draw = random.Random(seed)
+    rows = draw_rows(draw, TYPES, ITEMS)
+    built = pa.table({n: arrow_array([row[n] for row in rows], k) for n, k in TYPES.items()})
+    filters = filters_of(built)
+    ranged = [name for name in TYPES if name not in ("flag", "word", "kind", "words")]
+    for name in ranged * 8:
+        operand = draw_inverted(draw, name, [row[name] for row in rows])
+        if operand is None or name == "moment_s":  # ends within one second are equal there
+            continue
+        with pytest.raises(FilterError, match=f"{name} has a range whose low end is above"):
+            rows_of(filters, {"not": {"range": operand}})
+    for operand in (
+        ["int8", 1.7, 1.2],
+        ["moment_s", "2026-02-10T00:00:00Z", "2026-02-09T00:00:00Z"],
+    ):
+        with pytest.raises(FilterError, match="got .* and .*"):
+            rows_of(filters, {"range": operand})
+
+
+@pytest.mark.parametrize("operator", ["and", "or"])
+def test_64_conditions_are_allowed_however_they_are_combined(operator):
+    filters = filters_of(pa.table({"n": [1, 2]}))
+    leaf = {"eq": ["n", 1]}
+    for tree in (
+        {operator: [leaf] * 64},
+        {operator: [{"not": leaf}] * 64},
+        {operator: [{"and": [{"or": [leaf, {"not": leaf}]}]}] * 32},
+    ):
+        rows_of(filters, tree)
+        for more in ({operator: [tree, leaf]}, {"not": {operator: [leaf, tree]}}):
+            with pytest.raises(FilterError, match="at most 64 conditions, got more"):
+                rows_of(filters, more)
 
 
 def test_neighbours_of_a_long_id_are_told_apart():

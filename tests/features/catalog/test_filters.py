@@ -68,7 +68,7 @@ def nested(depth):
     "tree, param, words",
     [
         (nested(8), "not.not.not.not.not.not.not.not", "8 levels"),
-        ({"or": [{"eq": ["colour", "red"]}] * 64}, "or[63]", "64"),
+        ({"or": [{"eq": ["colour", "red"]}] * 65}, "or[64].eq", "64"),
         ({}, "", "only key, got an object with nothing"),
         ({"eq": ["colour", "red"], "or": []}, "", "only key, got an object with eq, or"),
         ({"and": []}, "and", "one condition"),

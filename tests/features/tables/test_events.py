@@ -131,6 +131,10 @@ BAD = [
     ({"position": [0, 0, 2]}, "duplicate position", "position"),
     ({"item_id": ["a", "a", "c"], "position": [0, 0, 2]}, "duplicate event", "item_id"),
     ({"value": [1.0, float("inf"), 1.0]}, "value not finite", "value"),
+    ({"type": ["view", "", None]}, "invalid type", "type"),
+    ({"type": [None, " \t", "x"]}, "invalid type", "type"),
+    ({"type": ["x" * 64, "x" * 65, "ü" * 32]}, "invalid type", "type"),
+    ({"type": ["x", "ü" * 33, "x"]}, "invalid type", "type"),
 ]
 
 
@@ -141,6 +145,9 @@ def test_bad_row_is_named_or_dropped(tmp_path: Path, change: Any, reason: str, c
         read(tmp_path, **columns)
     log, report = read(tmp_path, "skip", **columns)
     assert log.item_rows.tolist() == [0, 2]
+    kept = [name or "event" for name in columns.get("type", ["event"] * 3)[::2]]
+    assert [log.type_names[number] for number in log.types] == kept
+    assert sorted(log.type_names) == sorted(set(kept)), "no name of a dropped row is left"
     assert report.dropped == {reason: 1} and report.kept_rows.tolist() == [0, 2]
     assert report.examples[0].startswith(f"column {column}, row 1:")
     assert any("dropped 1 of 3 rows" in line for line in report.lines())

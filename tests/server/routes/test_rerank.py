@@ -190,7 +190,7 @@ def test_a_document_cannot_end_its_turn(server, network):
             "/generative_scoring",
             {"query": "q", "items": ["a"], "label_token_ids": [VOCABULARY]},
             422,
-            "label_token_ids",
+            "label_token_ids[0]",
         ),
         (
             "/generative_scoring",
@@ -226,3 +226,94 @@ def test_no_body_is_an_internal_error(server, path):
         assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
         statuses.add(answer.status_code)
     assert {200, 422} <= statuses
+
+
+TOO_LONG = "x" * (POSITIONS + 1)
+LISTS = [
+    ("/v1/completions", "prompt", {"add_special_tokens": False}),
+    ("/v1/embeddings", "input", {}),
+    ("/generative_scoring", "items", {"query": "q", "label_token_ids": [1]}),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("route", "field", "others"), LISTS)
+def test_the_text_at_fault_is_named_by_its_place(server, route, field, others, seed):
+    draw = random.Random(seed)
+    texts = [draw.choice(["a", [5, 6]]) for _ in range(draw.randint(2, 5))]
+    bad, token = draw.randrange(len(texts)), draw.randrange(3)
+    tokens = [5, 6, 7]
+    tokens[token] = VOCABULARY + draw.randrange(9)
+    for text, place in (
+        (tokens, f"{field}[{bad}][{token}]"),
+        (TOO_LONG, f"{field}[{bad}]"),
+        ([5] * (POSITIONS + 1), f"{field}[{bad}]"),
+    ):
+        texts[bad] = text
+        said = server.post(route, json={field: texts, **others}).json()["error"]
+        assert said["param"] == place and said["message"].startswith(f"{place}: "), said
+    if field != "items":  # one list of tokens is one text
+        said = server.post(route, json={field: tokens, **others}).json()["error"]
+        assert said["param"] == f"{field}[{token}]"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_longer_of_query_and_text_is_named(server, seed):
+    draw = random.Random(seed)
+    short, place = "y" * draw.randint(1, 60), draw.randrange(3)
+    texts = ["z"] * 3
+    for query, text, param in ((TOO_LONG, short, 0), (short, TOO_LONG, 1), ("x" * 640, short, 0)):
+        texts[place] = text + "y" * 40
+        score = {"query": query + "y" * 40, "items": texts, "label_token_ids": [1]}
+        rank = {"query": query, "documents": texts}
+        for route, body, name in (
+            ("/generative_scoring", score, f"items[{place}]"),
+            ("/v1/rerank", rank, f"documents[{place}]"),
+        ):
+            said = server.post(route, json=body).json()["error"]
+            expected = "context_length_exceeded", name if param else "query"
+            assert (said["code"], said["param"]) == expected, said
+    long = {"query": "q", "documents": ["a"], "instruction": TOO_LONG}
+    assert server.post("/v1/rerank", json=long).json()["error"]["param"] == "instruction"
+
+
+def test_a_chat_that_is_too_long_names_its_messages(server):
+    if not server.templated:
+        pytest.skip("chats need a template")
+    chat = {"messages": [{"role": "user", "content": TOO_LONG}]}
+    said = server.post("/v1/chat/completions", json=chat).json()["error"]
+    assert said["param"] == "messages"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_repeated_label_is_refused(server, seed):
+    """It would count twice among the labels, and halve the score."""
+    draw = random.Random(seed)
+    labels = draw.sample(range(VOCABULARY), draw.randint(1, 6))
+    place = draw.randint(1, len(labels))
+    labels.insert(place, draw.choice(labels[:place]))
+    body = {"query": "q", "items": ["a"], "label_token_ids": labels}
+    said = server.post("/generative_scoring", json=body).json()["error"]
+    assert (said["code"], said["param"]) == ("out_of_range", f"label_token_ids[{place}]")
+    body["label_token_ids"] = list(dict.fromkeys(labels))
+    assert server.post("/generative_scoring", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("given_ms", [0, 3_600_000, 3_600_001])
+@pytest.mark.parametrize("route", ["/v1/completions", "/generative_scoring"])
+def test_a_deadline_of_texts_has_the_bounds_of_their_timeout(server, route, given_ms):
+    body = {"prompt": "a", "max_tokens": 1}
+    if route != "/v1/completions":
+        body = {"query": "q", "items": ["a"], "label_token_ids": [1]}
+    in_header = server.post(route, json=body, headers={"X-Deadline-Ms": str(given_ms)})
+    in_body = server.post(route, json={**body, "timeout_ms": given_ms})
+    assert in_header.status_code == in_body.status_code == (200 if given_ms == 3_600_000 else 422)
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
+def test_a_token_outside_of_the_vocabulary_is_named(server, field):
+    tokens = [7, 8, VOCABULARY]
+    given = dict.fromkeys(map(str, tokens), 1) if field == "logit_bias" else tokens
+    said = server.post("/v1/completions", json={"prompt": "a", field: given}).json()["error"]
+    place = f"logit_bias.{VOCABULARY}" if field == "logit_bias" else "stop_token_ids[2]"
+    assert said["param"] == place
