@@ -393,8 +393,8 @@ def read_number(
     Raises:
         UnsupportedModel: If it is none, or outside the bounds of NUMBERS or FACTOR.
     """
-    value, (least, most) = fields.get(name), NUMBERS.get(name, FACTOR)
-    value = default if value is None else value
+    given, (least, most) = fields.get(name), NUMBERS.get(name, FACTOR)
+    value: Any = default if given is None else given
     if type(value) not in (int, float) or not least <= value <= most:
         raise UnsupportedModel(
             f"{file}: {name} is {value!r:.80}; a number from {least:g} to {most:g} is needed"

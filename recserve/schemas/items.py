@@ -222,7 +222,8 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         title: Null removes it.
         categories: Null removes them.
-        embedding: The item's vector. It assigns the item a new semantic id.
+        embedding: The item's vector. It assigns the item a new semantic id. Null counts as omitted,
+            since every item has a vector.
         available_from: Time from which the item is recommended; null removes it.
         expires_at: Time from which the item is not recommended any more; null removes it.
         attributes: Values by column of the items file; null removes a value.
@@ -233,7 +234,7 @@ class ItemInput(StrictStruct, frozen=True, kw_only=True):
     categories: Annotated[list[Category], Meta(max_length=MAX_CATEGORIES)] | None | UnsetType = (
         UNSET
     )
-    embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | UnsetType = UNSET
+    embedding: Annotated[list[float], Meta(min_length=1, max_length=65_536)] | None = None
     available_from: Moment | None | UnsetType = UNSET
     expires_at: Moment | None | UnsetType = UNSET
     attributes: dict[str, Any] = {}

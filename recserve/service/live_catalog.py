@@ -701,11 +701,9 @@ class _PutRequest:
             )
         return _PendingChange(index, row, record, self._check_embedding(body.embedding, row))
 
-    def _check_embedding(
-        self, embedding: Sequence[float] | UnsetType, row: int
-    ) -> np.ndarray | None:
+    def _check_embedding(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
         """Returns the [F] vector of an embedding; None if there is none or it does not change."""
-        if embedding is UNSET:
+        if embedding is None:
             return None
         given = np.array(embedding, dtype=np.float32)
         sizes = self.vectors.sizes

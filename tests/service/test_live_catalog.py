@@ -573,5 +573,4 @@ def test_null_removes_the_words_of_an_item(service, fields):
     for absent in ({}, {"price": 1.0}):  # an absent field stays
         put(service, {"item_id": "worded", **absent})
         assert service.item("worded").categories == item.categories
-    refused = put(service, {"item_id": "worded", "embedding": None})
-    assert [one.reason for one in refused.rejected] == ["embedding: expected array, got null"]
+    assert put(service, {"item_id": "worded", "embedding": None}).updated == 1
