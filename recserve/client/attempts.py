@@ -18,8 +18,7 @@ import msgspec
 
 from recserve.client.deadline import Deadline
 from recserve.client.operations import Request
-from recserve.schemas.items import MAX_TIMEOUT_MS, ErrorDetail
-from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS
+from recserve.schemas.items import ErrorDetail
 
 A = TypeVar("A")
 # The server refuses these before it begins a request, so any request may be sent again.
@@ -27,7 +26,7 @@ NOT_BEGUN = ("queue_full", "quota_exceeded", "not_ready", "too_many_connections"
 RETRIED = (429, 503)
 # The server ends a late request itself. It gets this much less time, so that its error arrives.
 RETURN_SHARE, RETURN_S = 0.1, 1.0
-MAX_DEADLINE_S = 999_999.0
+MAX_DEADLINE_S = 999_999.0  # the header has at most nine digits of milliseconds
 INFLATED_AT_ONCE = 1 << 16
 
 
@@ -104,7 +103,7 @@ class Attempts(Generic[A]):
             deadline_s: Time for the answer; None means that of the options.
 
         Raises:
-            ValueError: If the deadline is no number, or longer than MAX_DEADLINE_S.
+            ValueError: If the deadline is no number or longer than a header can say.
         """
         if deadline_s is None:
             text = request.operation.text
@@ -119,9 +118,8 @@ class Attempts(Generic[A]):
         """Returns the arguments of httpx for the next attempt. Raises DeadlinePassed."""
         request, left_s = self._request, self.left_s()
         told_s = left_s - min(left_s * RETURN_SHARE, RETURN_S)
-        most_ms = MAX_TEXT_TIMEOUT_MS if request.operation.text else MAX_TIMEOUT_MS
         headers = {
-            "X-Deadline-Ms": str(max(1, min(most_ms, math.floor(told_s * 1e3)))),
+            "X-Deadline-Ms": str(max(1, math.floor(told_s * 1e3))),
             "Accept-Encoding": "gzip",
         }
         key = self._options.api_key

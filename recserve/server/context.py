@@ -281,19 +281,18 @@ class RequestContext:
             timeout_ms: Timeout in the body; None if there is none.
 
         Raises:
-            InvalidRequest: If the header is not a whole number within the bounds of `timeout_ms`.
+            InvalidRequest: If the header is not a positive number.
         """
         text = self.operation is not None and self.operation.text
         most_ms = MAX_TEXT_TIMEOUT_MS if text else MAX_TIMEOUT_MS
         limits: list[float] = [] if timeout_ms is None else [timeout_ms]
         header = self.request.headers.get(DEADLINE_HEADER)
         if header is not None:
-            whole = header.isascii() and header.isdigit() and len(header) < 10
-            if not (whole and 1 <= int(header) <= most_ms):
+            if not (header.isascii() and header.isdigit() and len(header) < 10) or not int(header):
                 raise InvalidRequest(
                     "X-Deadline-Ms", f"expected 1 to {most_ms} ms, got {header[:40]!r}"
                 )
-            limits.append(int(header))
+            limits.append(min(int(header), most_ms))
         default_ms = self.state.text_timeout_ms if text else self.state.default_timeout_ms
         return self.trace.began_s + min(limits, default=default_ms) / 1e3
 

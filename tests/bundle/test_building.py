@@ -169,9 +169,9 @@ def test_options_are_checked(option: dict[str, Any], message: str) -> None:
     ("items", "options", "sizes"),
     [
         (0, {}, (256, 256, 256, 256)),
-        (1023, {}, (256, 256, 256, 256)),
-        (1024, {"levels": 2}, (512, 256)),
-        (12_101, {}, (4096, 256, 256, 256)),
+        (4095, {}, (256, 256, 256, 256)),
+        (4096, {"levels": 2}, (512, 256)),
+        (12_101, {}, (1024, 256, 256, 256)),
         (10**9, {"levels": 1}, (4096,)),
         (12_101, {"codes": 256}, (256, 256, 256, 256)),
         (12_101, {"quantizer": "product"}, (256, 256, 256, 256)),
@@ -197,7 +197,7 @@ def test_a_number_of_codes_for_each_level(files: SyntheticFiles, tmp_path: Path)
 def test_beauty_builds_with_its_real_shape(beauty: Path, tmp_path: Path) -> None:
     options = BuildOptions(beauty / "items.parquet", beauty / "events.parquet", tmp_path / "b")
     report = build_bundle(options, log=lambda line: None)
-    assert report.codebook_sizes[:4] == (4096, 256, 256, 256)
+    assert report.codebook_sizes[:4] == (1024, 256, 256, 256)
     assert report.codes.collision_share < 0.10 and min(report.codes.used) > 0.95
     assert report.reconstruction_error < 0.5
     Bundle.open(tmp_path / "b").verify()

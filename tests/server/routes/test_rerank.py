@@ -299,17 +299,6 @@ def test_a_repeated_label_is_refused(server, seed):
     assert server.post("/generative_scoring", json=body).status_code == 200
 
 
-@pytest.mark.parametrize("given_ms", [0, 3_600_000, 3_600_001])
-@pytest.mark.parametrize("route", ["/v1/completions", "/generative_scoring"])
-def test_a_deadline_of_texts_has_the_bounds_of_their_timeout(server, route, given_ms):
-    body = {"prompt": "a", "max_tokens": 1}
-    if route != "/v1/completions":
-        body = {"query": "q", "items": ["a"], "label_token_ids": [1]}
-    in_header = server.post(route, json=body, headers={"X-Deadline-Ms": str(given_ms)})
-    in_body = server.post(route, json={**body, "timeout_ms": given_ms})
-    assert in_header.status_code == in_body.status_code == (200 if given_ms == 3_600_000 else 422)
-
-
 @pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
 def test_a_token_outside_of_the_vocabulary_is_named(server, field):
     tokens = [7, 8, VOCABULARY]
