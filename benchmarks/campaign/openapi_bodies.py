@@ -130,7 +130,10 @@ class RequestSource:
                 inner = schema.get("items") or {}
                 fixed = [self.value(one, depth + 1) for one in schema.get("prefixItems", ())]
                 more = draw.randint(low, most) - len(fixed) if inner else 0
-                return fixed + [self.value(inner, depth + 1) for _ in range(more)]
+                drawn = fixed + [self.value(inner, depth + 1) for _ in range(more)]
+                if schema.get("uniqueItems"):
+                    return [one for place, one in enumerate(drawn) if one not in drawn[:place]]
+                return drawn
             case "string":
                 return self._string(schema)
             case "integer":
