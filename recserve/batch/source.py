@@ -147,7 +147,7 @@ def _line_ids(files: Sequence[InputFile]) -> PlacedIds:
 
 
 def check_unique(ids: Callable[[], PlacedIds]) -> None:
-    """Checks that no two requests of a job have the same id: nobody could tell their answers apart.
+    """Checks that no two requests of a job have the same id, which would mix up their answers.
 
     Args:
         ids: Returns all ids with their places; called a second time where an id may be repeated.

@@ -120,7 +120,7 @@ def first_level(num_items: int) -> int:
     4096.
     """
     most = num_items // ITEMS_PER_FIRST_CODE
-    return min(max(1 << (most.bit_length() - 1), CODES), MAX_FIRST_CODES) if most else CODES
+    return min(max(1 << max(most.bit_length() - 1, 0), CODES), MAX_FIRST_CODES)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def rebuild_bundle(
         log: Called with each line of progress.
     """
     recorded = bundle.manifest.build
-    if isinstance(recorded["codes"], list):
+    if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}
     known = {one.name for one in fields(BuildOptions)} & recorded.keys()
     own = bundle.path(names.VECTORS) if recorded.get("own_vectors") else None

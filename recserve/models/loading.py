@@ -420,7 +420,9 @@ def read_whole(
     return value
 
 
-def read_flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def read_flag(
+    fields: Mapping[str, Any], name: str, default: bool = False, file: str = "config.json"
+) -> bool:
     """Returns true or false; a missing field or null gives the default.
 
     Raises:
@@ -429,7 +431,7 @@ def read_flag(fields: Mapping[str, Any], name: str, default: bool = False) -> bo
     value = fields.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise UnsupportedModel(f"config.json: {name} is {value!r:.80}; true or false is needed")
+        raise UnsupportedModel(f"{file}: {name} is {value!r:.80}; true or false is needed")
     return value
 
 
@@ -570,6 +572,22 @@ def read_tensor(file: Any, name: str, path: Path) -> Tensor:
         needed = "integers or truth values" if table else "float16, bfloat16, float32 or float64"
         raise UnsupportedModel(f"{path}: {name} is {tensor.dtype}; expected {needed}")
     return tensor
+
+
+def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """Returns all tensors of a folder by the names that `rename` gives them.
+
+    Raises:
+        UnsupportedModel: If two tensors get one name; see also `read_tensor`.
+    """
+    found: dict[str, Tensor] = {}
+    for path in sorted(set(tensor_files(folder).values())):
+        with opened_file(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                if (own := rename(name)) in found:
+                    raise UnsupportedModel(f"{folder.name} has the tensor {own!r} twice")
+                found[own] = read_tensor(file, name, path)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -250,6 +250,7 @@ FAULTS = {
         "layer 1 has a window; config.json names none",
     ),
     "no logits": (nested(output_multiplier=0), "output_multiplier is 0; a number from 1e-06"),
+    "two scales": (nested(output_multiplier=2.0, logit_scale=3.0), "contradicts itself"),
     "reversed logits": (nested(output_multiplier=-0.5), "output_multiplier is -0.5; a number"),
     "absurd logits": (with_fields(logit_scale=1e30), "logit_scale is 1e.30; a number"),
     "negative cap": (nested(final_logit_softcapping=-30), "final_logit_softcapping is -30; a num"),

@@ -28,7 +28,7 @@ NAMES = {"eagle-1": "eagle", "eagle-3": "eagle", "dflash": "block", "dspark": "b
 # Fields by kind, each with those of the wrong values that are right there.
 FIELDS = {
     "medusa": {
-        "logit_scale": (1.5, 2**70),
+        "logit_scale": (1.5,),
         "medusa_accuracies": (),
         "medusa_num_layers": (),
         "original_lm_head": (True,),
@@ -36,7 +36,7 @@ FIELDS = {
     "specformer": {"max_ahead": (), "hook_list": (), "is_causal": (True,)},
     "mask_tokens": {
         "r": (),
-        "lora_alpha": (1.5, 2**70),
+        "lora_alpha": (1.5,),
         "use_rslora": (True,),
         "target_modules": (),
     },

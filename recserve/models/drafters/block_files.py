@@ -28,10 +28,8 @@ from recserve.models.loading import (
     PARTS,
     UnsupportedModel,
     join_rows,
-    opened_file,
     read_json,
-    read_tensor,
-    tensor_files,
+    read_tensors,
 )
 from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
@@ -131,23 +129,20 @@ def _names(name: str) -> list[str]:
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors by name, without the prefixes and names that differ between layouts."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(set(tensor_files(folder).values())):
-        with opened_file(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                short = name
-                while PREFIX.match(short):
-                    into = "layers.0." if short.startswith("midlayer.") else ""
-                    short = into + PREFIX.sub("", short)
-                short = HEAD_PARTS.sub(r"markov_head.\1.", short)
-                short = re.sub(r"^confidence_proj\.", "confidence_head.proj.", short)
-                short = ALIASES.get(short, short)
-                if short in found:
-                    raise UnsupportedModel(f"{folder.name} has the tensor {short!r} twice")
-                found[short] = read_tensor(file, name, path)
+    found = read_tensors(folder, _short)
     if "mask_embedding" in found:
         found["mask_embedding"] = found["mask_embedding"].flatten()
     return found
+
+
+def _short(name: str) -> str:
+    """Returns the name of a tensor without what differs between layouts."""
+    while PREFIX.match(name):
+        into = "layers.0." if name.startswith("midlayer.") else ""
+        name = into + PREFIX.sub("", name)
+    name = HEAD_PARTS.sub(r"markov_head.\1.", name)
+    name = re.sub(r"^confidence_proj\.", "confidence_head.proj.", name)
+    return ALIASES.get(name, name)
 
 
 def _share_with(target: LanguageModel, weights: dict[str, Tensor]) -> None:

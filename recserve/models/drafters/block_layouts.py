@@ -120,9 +120,10 @@ class _Fields:
             raise UnsupportedModel(f"config.json contradicts itself: {found}; remove the wrong one")
         return next(iter(found.values()), default)
 
-    def spelling(self, *names: str) -> str:
-        """Returns the one of a field's names that has a value; the first name without one."""
-        return next((name for name in names if self.get(name) is not None), names[0])
+    def field(self, *names: str) -> tuple[str, dict[str, Any]]:
+        """Returns the one of a field's names that the file uses, and the field alone; see `get`."""
+        name = next((name for name in names if self.get(name) is not None), names[0])
+        return name, {name: self.get(*names)}
 
     @property
     def speculators(self) -> bool:
@@ -131,8 +132,8 @@ class _Fields:
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Returns true or false; see `get` and `read_flag`."""
-        name = self.spelling(*names)
-        return read_flag({name: self.get(*names)}, name, default)
+        name, field = self.field(*names)
+        return read_flag(field, name, default)
 
 
 def read_block_config(
@@ -228,13 +229,13 @@ def read_block_config(
 
 
 def _whole(found: _Fields, *names: str, default: int | None = None, least: int = 1) -> int:
-    name = found.spelling(*names)
-    return read_whole({name: found.get(*names)}, name, default, least)
+    name, field = found.field(*names)
+    return read_whole(field, name, default, least)
 
 
 def _number(found: _Fields, *names: str, default: float) -> float:
-    name = next((name for name in names if found.get(name) is not None), names[0])
-    return read_number({name: found.get(name)}, name, default)
+    name, field = found.field(*names)
+    return read_number(field, name, default)
 
 
 def _softcap(found: _Fields) -> float:

@@ -55,12 +55,11 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.loading import (
     UnsupportedModel,
     joined,
-    opened_file,
     read_flag,
     read_json,
     read_names,
     read_object,
-    read_tensor,
+    read_tensors,
     read_whole,
     tensor_files,
 )
@@ -109,7 +108,7 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
         UnsupportedModel: If a field or tensor is unknown or does not fit; the message names it,
             the expected and the actual value.
     """
-    weights, fields = _tensors(folder), read_json(folder / "config.json")
+    weights, fields = read_tensors(folder, _short), read_json(folder / "config.json")
     config = read_eagle_config(fields, set(weights), target)
     if not read_flag({**fields, **read_object(fields, "transformer_layer_config")}, NEOX, True):
         to_halves(weights, config.decoder.head_dim)
@@ -289,19 +288,6 @@ def _saved_before_top_level(fields: dict[str, Any]) -> bool:
 def eagle_tensor_names(folder: Path) -> set[str]:
     """Returns the names of all tensors, without the prefixes that differ between layouts."""
     return {_short(name) for name in tensor_files(folder)}
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors by name, without what differs between layouts."""
-    found: dict[str, Tensor] = {}
-    files = tensor_files(folder)
-    for path in sorted(set(files.values())):
-        with opened_file(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if _short(name) in found:
-                    raise UnsupportedModel(f"{folder.name} has the tensor {_short(name)!r} twice")
-                found[_short(name)] = read_tensor(file, name, path)
-    return found
 
 
 def _short(name: str) -> str:

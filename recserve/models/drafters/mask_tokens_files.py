@@ -28,6 +28,7 @@ from recserve.models.loading import (
     PARTS,
     UnsupportedModel,
     opened_file,
+    read_flag,
     read_json,
     read_number,
     read_tensor,
@@ -132,10 +133,7 @@ def _read_config(fields: dict[str, Any], folder: str) -> tuple[int, float]:
             f"{where}: r is {rank!r:.80}; an integer from 1 to {MAX_RANK} is needed"
         )
     alpha = read_number(fields, "lora_alpha", file=where)
-    scaled = fields.get("use_rslora")
-    if scaled is not None and not isinstance(scaled, bool):
-        raise UnsupportedModel(f"{where}: use_rslora is {scaled!r:.80}; true or false is needed")
-    return rank, alpha * rank**0.5 if scaled else alpha
+    return rank, alpha * rank**0.5 if read_flag(fields, "use_rslora", file=where) else alpha
 
 
 def _named_modules(fields: dict[str, Any], num_layers: int, folder: str) -> set[str]:

@@ -90,7 +90,7 @@ def load_medusa(
         weights["outputs.0.weight"] = target_head
     config = _config(weights, folder.name, hidden_size, vocab_size)
     _check_fields(fields, config, folder.name, is_vllm(stored))
-    scale = _logit_scale(fields)
+    scale = read_number(fields, "logit_scale", 1.0)  # the output matrices absorb it
     words = weights.get("token_map")
     for name, tensor in weights.items():
         if not name.startswith("outputs."):
@@ -213,11 +213,6 @@ def _check_fields(fields: Mapping[str, Any], config: MedusaConfig, folder: str, 
             f"{max(map(len, rows))} ranks; its tensors have {config.num_heads} heads with {words} "
             "tokens each"
         )
-
-
-def _logit_scale(fields: Mapping[str, Any]) -> float:
-    """Returns the factor of the heads' logits, which the output matrices absorb."""
-    return read_number(fields, "logit_scale", 1.0)
 
 
 def _config(

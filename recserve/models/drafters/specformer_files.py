@@ -34,12 +34,10 @@ from recserve.models.language_model import LanguageModel
 from recserve.models.loading import (
     UnsupportedModel,
     join_rows,
-    opened_file,
     read_flag,
     read_json,
-    read_tensor,
+    read_tensors,
     read_whole,
-    tensor_files,
 )
 from recserve.models.weight_check import is_finite
 
@@ -88,7 +86,7 @@ def load_specformer(folder: Path, target: LanguageModel) -> Specformer:
             expected and the actual value.
     """
     config = read_specformer_config(read_json(folder / "config.json"), target)
-    weights = _tensors(folder)
+    weights = read_tensors(folder, lambda name: name.removeprefix(PREFIX))
     with torch.device("meta"):
         network = Specformer(config)
     dtype, device = target.tokens.weight.dtype, target.tokens.weight.device
@@ -220,16 +218,3 @@ def _theirs(name: str) -> list[str]:
     if part.startswith("state_norms."):
         return [f"{part.replace('state_norms', 'norms')}.{last}"]
     return [f"{piece}.{last}" for piece in PARTS[part]]
-
-
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns all tensors by name, without the prefix."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(set(tensor_files(folder).values())):
-        with opened_file(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                short = name.removeprefix(PREFIX)
-                if short in found:
-                    raise UnsupportedModel(f"{folder.name} has the tensor {short!r} twice")
-                found[short] = read_tensor(file, name, path)
-    return found
