@@ -8,7 +8,7 @@ from pathlib import Path
 
 from recserve.experiments.serving.saved_counts import SUFFIX
 from recserve.features.history.lmdb_store import copy_store
-from recserve.service.state_files import (
+from recserve.features.state_files import (
     POPULARITY,
     default_experiments,
     default_journal,

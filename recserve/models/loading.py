@@ -249,13 +249,14 @@ def _rope(
     because cached prefixes have to fit every text that continues them.
     """
     places = {name: read_object(fields, name) for name in ("rope_parameters", "rope_scaling")}
-    rope = places["rope_parameters"] or places["rope_scaling"]
-    if len({_rope_key(place) for place in places.values() if place}) > 1:
+    place = next((name for name in places if places[name]), "rope_parameters")
+    rope = places[place]
+    if len({_rope_key(one) for one in places.values() if one}) > 1:
         raise UnsupportedModel(
             f"config.json contradicts itself: {places!r:.200}; remove the wrong one"
         )
     if unknown := sorted(set(rope) - set(ROPE_FIELDS)):
-        raise UnsupportedModel(f"config.json: rope_parameters has an unknown field {unknown[0]!r}")
+        raise UnsupportedModel(f"config.json: {place} has an unknown field {unknown[0]!r}")
     for share in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
         if share not in (None, 1):
             raise UnsupportedModel(
@@ -275,11 +276,14 @@ def _rope(
         return theta, None
     if kind == "dynamic":
         raise UnsupportedModel(
-            "rope type is 'dynamic', which turns all positions again when a text gets longer; "
-            f"cached prefixes rule that out. Choose one of {list(ROPE_TYPES)}"
+            f"config.json: the rope type in {place} is 'dynamic', which turns all positions "
+            "again when a text gets longer; cached prefixes rule that out. Choose one of "
+            f"{list(ROPE_TYPES)}"
         )
     if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"rope type is {kind!r}; choose one of {list(ROPE_TYPES)}")
+        raise UnsupportedModel(
+            f"config.json: the rope type in {place} is {kind!r}; choose one of {list(ROPE_TYPES)}"
+        )
     if kind == "linear":
         return theta, RopeFactors((read_number(rope, "factor"),) * (head_dim // 2))
     positions = read_whole(fields, "max_position_embeddings")

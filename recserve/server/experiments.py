@@ -37,6 +37,7 @@ from recserve.experiments.serving.registry import Draw, Experiments
 from recserve.experiments.serving.saved_counts import SavedCounts
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.experiments.serving.team_draft import team_draft
+from recserve.features.state_files import EXPERIMENTS, default_experiments
 from recserve.schemas.experiments import Use
 from recserve.schemas.items import (
     Candidate,
@@ -54,7 +55,6 @@ from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import Pending
 from recserve.service.snapshot import LISTS
-from recserve.service.state_files import EXPERIMENTS, default_experiments
 from recserve.service.text.prompts import speculation
 
 if TYPE_CHECKING:

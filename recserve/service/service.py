@@ -31,6 +31,7 @@ from recserve.features.catalog.popularity import Popularity
 from recserve.features.history.history import HistoryStore, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.state_files import counts_file, default_journal, default_store
 from recserve.kernels.native.processor import instruction_set
 from recserve.metrics import Gauges
 from recserve.schemas.browse import ItemPage, ItemsQuery
@@ -74,7 +75,6 @@ from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
 from recserve.service.recommend import RecommendService
 from recserve.service.snapshot import POPULAR, Snapshot
-from recserve.service.state_files import counts_file, default_journal, default_store
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel

@@ -152,12 +152,23 @@ def test_longrope_is_fixed_by_the_longest_text(positions, tmp_path):
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type is 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "ntk"}}, "rope type is 'ntk'; choose one of"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_parameters is 'dynamic'",
+        ),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope_parameters is 'ntk'; choose one of"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "ntk"}},
+            "rope_scaling is 'ntk'; choose one of",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor is None"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0"),
         ({"rope_parameters": [1]}, r"rope_parameters is \[1\]"),
         ({"rope_parameters": {"betas": 2}}, "rope_parameters has an unknown field 'betas'"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"betas": 2}},
+            "rope_scaling has an unknown field 'betas'",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0]}},

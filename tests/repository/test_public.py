@@ -16,9 +16,14 @@ def test_every_public_name_is_there_and_sorted():
         recserve.nothing  # noqa: B018
 
 
-def test_the_package_and_the_parent_of_batch_workers_import_no_torch():
+def test_what_runs_no_model_imports_no_torch():
+    """The package, the parent of batch workers, and commands that only read or copy files."""
     code = (
         "import sys, recserve, recserve.cli.terminal, recserve.batch.processes\n"
+        "import recserve.cli.app, recserve.cli.backup, recserve.cli.bundle_swap\n"
+        "import recserve.bundle.bundle, recserve.client, recserve.schemas.experiments\n"
+        "import recserve.experiments.statistics.conversions\n"
+        "import recserve.experiments.serving.verdict, recserve.experiments.report.live_page\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -165,7 +165,8 @@ def needed_information(smallest: float, alpha: float = ALPHA, power: float = POW
             it in further runs.
     """
     errors = boundary(float(EARLY), tuned_rho(1.0, alpha), alpha) + NormalDist().inv_cdf(power)
-    return (errors / math.log1p(smallest)) ** 2
+    root = errors / math.log1p(smallest)
+    return root * root  # inf where ** raises
 
 
 def information_of_width(width: float, smallest: float, alpha: float = ALPHA) -> float:
@@ -243,4 +244,10 @@ def plan_experiment(
     inverse = 1 / weights[0] + 1 / min(weights[1:])
     answers = needed_information(smallest, alpha, power) * spread * inverse / rate
     answers = max(answers, MIN_EVENTS / rate)
-    return ExperimentPlan(answers, answers * rate, answers / (answers_per_day * coverage))
+    plan = ExperimentPlan(answers, answers * rate, answers / (answers_per_day * coverage))
+    if not (math.isfinite(plan.days) and math.isfinite(plan.answers)):
+        raise ValueError(
+            f"rate {rate:g}, effect {smallest:g} and {answers_per_day:g} answers per day: the "
+            "experiment would never end; expected a larger rate, effect or traffic"
+        )
+    return plan
