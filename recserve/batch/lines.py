@@ -27,21 +27,13 @@ from recserve.batch.texts import (
     text_call,
 )
 from recserve.batch.together import NoAnswer
-from recserve.core.errors import TooManyQueries
-from recserve.engine.scheduler import RequestTooLarge
 from recserve.schemas.items import (
     ErrorDetail,
     ErrorResponse,
     InvalidRequest,
-    MissingField,
-    UnknownField,
-    UnsupportedField,
 )
 from recserve.schemas.validation import converted
-from recserve.service.errors import ContextExceeded, UnfitRule, UnknownModel
-from recserve.speculation.verifier import UnfitDraft
-
-INVALID = "invalid_request_error"
+from recserve.service.errors import INVALID, REFUSALS, Refusal, refusal_of
 
 
 class BatchLine(Struct, frozen=True, kw_only=True):
@@ -136,32 +128,21 @@ class MalformedLine(ValueError):
     """A line is not JSON."""
 
 
-# Status, type and code of each class of errors; those of the HTTP routes.
-STATUSES: tuple[tuple[type[Exception], int, str, str], ...] = (
-    (MalformedLine, 400, INVALID, "malformed_body"),
-    (UnknownModel, 404, "not_found_error", "unknown_model"),
-    (ContextExceeded, 422, INVALID, "context_length_exceeded"),
-    (UnknownField, 422, INVALID, "unknown_field"),
-    (MissingField, 422, INVALID, "missing_field"),
-    (UnsupportedField, 422, INVALID, "unsupported"),
-    (UnfitRule, 422, INVALID, "unfit_draft"),
-    (UnfitDraft, 422, INVALID, "unfit_draft"),
-    (InvalidRequest, 422, INVALID, "out_of_range"),
-    (RequestTooLarge, 422, INVALID, "request_too_large"),
-    (TooManyQueries, 422, INVALID, "request_too_large"),
-    (NoAnswer, 500, "server_error", "internal"),
-    (ValueError, 422, INVALID, "out_of_range"),
-)
-
-
 def error_body(error: Exception) -> tuple[int, ErrorResponse]:
     """Returns the HTTP status and body of a rejected request. Raises any other error."""
-    for kind, status, type_, code in STATUSES:
-        if isinstance(error, kind):
-            param = error.param if isinstance(error, InvalidRequest) else None
-            detail = ErrorDetail(message=str(error), type=type_, param=param, code=code)
-            return status, ErrorResponse(error=detail)
-    raise error
+    if isinstance(error, MalformedLine):
+        said = Refusal(400, INVALID, "malformed_body")
+    elif isinstance(error, NoAnswer):
+        said = Refusal(500, "server_error", "internal")
+    elif found := refusal_of(error):
+        said = found
+    elif isinstance(error, ValueError):
+        said = REFUSALS[InvalidRequest]
+    else:
+        raise error
+    param = error.param if isinstance(error, InvalidRequest) else None
+    detail = ErrorDetail(message=str(error), type=said.type, param=param, code=said.code)
+    return said.status, ErrorResponse(error=detail)
 
 
 def _table(lines: Sequence[bytes]) -> pa.Table:

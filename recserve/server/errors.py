@@ -11,7 +11,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull, TooManyQueries
+from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull
 from recserve.engine.scheduler import RequestTooLarge
 from recserve.features.catalog.item_journal import JournalError
 from recserve.features.history.history import (
@@ -25,21 +25,10 @@ from recserve.schemas.items import (
     ErrorDetail,
     ErrorResponse,
     InvalidRequest,
-    MissingField,
-    UnknownField,
-    UnsupportedField,
 )
 from recserve.server.body_decoder import MalformedBody
 from recserve.server.trace import Trace
-from recserve.service.errors import (
-    ContextExceeded,
-    ServiceClosed,
-    UnfitRule,
-    UnknownItem,
-    UnknownModel,
-    UnknownVersion,
-)
-from recserve.speculation.verifier import UnfitDraft
+from recserve.service.errors import REFUSALS, ServiceClosed
 
 Header = tuple[bytes, bytes]
 
@@ -125,24 +114,10 @@ class Row:
 
 INTERNAL = Row(500, "server_error", "internal", "internal", "internal error")
 TABLE: dict[type[Exception], Row] = {
-    MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
-    MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
-    Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
-    CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
-    AdminDisabled: Row(403, "permission_error", "admin_disabled", "unauthorized"),
-    UnknownExperiment: Row(404, "not_found_error", "unknown_experiment", "not_found"),
-    UnknownItem: Row(404, "not_found_error", "unknown_item", "not_found"),
-    UnknownModel: Row(404, "not_found_error", "unknown_model", "not_found"),
-    UnknownVersion: Row(404, "not_found_error", "unknown_catalog_version", "not_found"),
-    UnknownBundle: Row(404, "not_found_error", "unknown_bundle", "not_found"),
-    RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
-    SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
-    BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
-    InvalidRequest: Row(422, "invalid_request_error", "out_of_range", "invalid"),
-    UnknownField: Row(422, "invalid_request_error", "unknown_field", "invalid"),
-    MissingField: Row(422, "invalid_request_error", "missing_field", "invalid"),
-    UnsupportedField: Row(422, "invalid_request_error", "unsupported", "invalid"),
-    ContextExceeded: Row(422, "invalid_request_error", "context_length_exceeded", "invalid"),
+    **{
+        kind: Row(one.status, one.type, one.code, "not_found" if one.status == 404 else "invalid")
+        for kind, one in REFUSALS.items()
+    },
     RequestTooLarge: Row(
         422,
         "invalid_request_error",
@@ -150,9 +125,16 @@ TABLE: dict[type[Exception], Row] = {
         "invalid",
         "the request needs more memory than the server has for one request; reduce its size",
     ),
-    TooManyQueries: Row(422, "invalid_request_error", "request_too_large", "invalid"),
-    UnfitDraft: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
-    UnfitRule: Row(422, "invalid_request_error", "unfit_draft", "invalid"),
+    MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
+    MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
+    Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
+    CrossSite: Row(403, "permission_error", "cross_site", "unauthorized"),
+    AdminDisabled: Row(403, "permission_error", "admin_disabled", "unauthorized"),
+    UnknownExperiment: Row(404, "not_found_error", "unknown_experiment", "not_found"),
+    UnknownBundle: Row(404, "not_found_error", "unknown_bundle", "not_found"),
+    RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
+    SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
+    BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full"),
     QuotaExceeded: Row(429, "rate_limit_error", "quota_exceeded", "quota"),
     HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),

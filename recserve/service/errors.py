@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from recserve.schemas.items import InvalidRequest
+from dataclasses import dataclass
+
+from recserve.core.errors import TooManyQueries
+from recserve.engine.scheduler import RequestTooLarge
+from recserve.schemas.items import (
+    InvalidRequest,
+    MissingField,
+    UnknownField,
+    UnsupportedField,
+)
+from recserve.speculation.verifier import UnfitDraft
 
 
 class UnknownItem(LookupError):
@@ -27,3 +37,40 @@ class ContextExceeded(InvalidRequest):
 
 class UnfitRule(InvalidRequest):
     """The acceptance rule of a request does not suit its drafter."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How a refused request is reported, over HTTP and in the files of a batch job.
+
+    Attributes:
+        status: HTTP status.
+        type: Field `type` of the error.
+        code: Field `code` of the error.
+    """
+
+    status: int
+    type: str
+    code: str
+
+
+INVALID = "invalid_request_error"
+REFUSALS: dict[type[Exception], Refusal] = {
+    UnknownItem: Refusal(404, "not_found_error", "unknown_item"),
+    UnknownModel: Refusal(404, "not_found_error", "unknown_model"),
+    UnknownVersion: Refusal(404, "not_found_error", "unknown_catalog_version"),
+    InvalidRequest: Refusal(422, INVALID, "out_of_range"),
+    UnknownField: Refusal(422, INVALID, "unknown_field"),
+    MissingField: Refusal(422, INVALID, "missing_field"),
+    UnsupportedField: Refusal(422, INVALID, "unsupported"),
+    ContextExceeded: Refusal(422, INVALID, "context_length_exceeded"),
+    RequestTooLarge: Refusal(422, INVALID, "request_too_large"),
+    TooManyQueries: Refusal(422, INVALID, "request_too_large"),
+    UnfitDraft: Refusal(422, INVALID, "unfit_draft"),
+    UnfitRule: Refusal(422, INVALID, "unfit_draft"),
+}
+
+
+def refusal_of(error: BaseException) -> Refusal | None:
+    """Returns the entry of an error's nearest class in REFUSALS; None if there is none."""
+    return next((REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS), None)

@@ -2,27 +2,22 @@
 
 import pytest
 
-from recserve.batch.lines import STATUSES, NoAnswer, error_body
+from recserve.batch.lines import NoAnswer, error_body
 from recserve.schemas.items import InvalidRequest
 from recserve.server.errors import TABLE, error_answer
-
-LINES = {kind for kind, *_ in STATUSES}
-# Every error of the table that is a refusal of a body, or a kind of one that lines know.
-SHARED = [
-    kind
-    for kind, row in TABLE.items()
-    if row.status in (404, 422) and issubclass(kind, tuple(LINES))
-]
+from recserve.service.errors import REFUSALS
 
 
-@pytest.mark.parametrize("kind", SHARED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", REFUSALS, ids=lambda kind: kind.__name__)
 def test_a_line_is_refused_with_the_code_of_its_route(kind):
-    made = kind("field", "why") if issubclass(kind, InvalidRequest) else kind("why")
-    status, body = error_body(made)
-    route = error_answer(made).error
-    assert status == TABLE[kind].status
-    error = body.error
-    assert (error.code, error.type, error.param) == (route.code, route.type, route.param)
+    derived = type("Derived", (kind,), {})
+    for one in (kind, derived):
+        made = one("field", "why") if issubclass(kind, InvalidRequest) else one("why")
+        status, body = error_body(made)
+        route = error_answer(made).error
+        assert status == TABLE[kind].status
+        error = body.error
+        assert (error.code, error.type, error.param) == (route.code, route.type, route.param)
 
 
 def test_a_line_without_an_answer_is_an_internal_error():
