@@ -33,7 +33,7 @@ from recserve.features.vectors.vectors import (
 
 LEVELS = 4
 CODES = 256
-ITEMS_PER_FIRST_CODE = 8
+ITEMS_PER_FIRST_CODE = 4
 MAX_FIRST_CODES = 4096
 
 
