@@ -198,7 +198,7 @@ def test_a_number_of_codes_for_each_level(files: SyntheticFiles, tmp_path: Path)
 def test_beauty_builds_with_its_real_shape(beauty: Path, tmp_path: Path) -> None:
     options = BuildOptions(beauty / "items.parquet", beauty / "events.parquet", tmp_path / "b")
     report = build_bundle(options, log=lambda line: None)
-    assert report.codebook_sizes[:4] == (1024, 256, 256, 256)
+    assert report.codebook_sizes[:4] == (2048, 256, 256, 256)
     assert report.codes.collision_share < 0.10 and min(report.codes.used) > 0.95
     assert report.reconstruction_error < 0.5
     Bundle.open(tmp_path / "b").verify()
