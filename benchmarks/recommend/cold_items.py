@@ -1,6 +1,7 @@
 """Measures how often new items, which training never saw, are recommended when they come next.
 
     python -m benchmarks.recommend.cold_items --data DIR [--epochs 3] [--users 1000]
+        [--first-codes 1024]
 
 A share of the items is removed from items and events, and a bundle is built and trained on the
 rest. The removed items are then inserted into the running service with only their texts. Slates are
@@ -111,11 +112,13 @@ def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) ->
     return said | {"cold_share@10": shown / (10 * len(cases)), "rounds": rounds / len(cases)}
 
 
-def trained_bundle(folder: Path, epochs: int) -> Bundle:
+def trained_bundle(folder: Path, epochs: int, first_codes: int | None) -> Bundle:
     """Builds and trains a bundle in the folder, or opens it if it exists."""
     out = folder / "bundle"
     if not out.exists():
-        build_bundle(BuildOptions(folder / "items.parquet", folder / "events.parquet", out))
+        codes = None if first_codes is None else (first_codes, 256, 256, 256)
+        tables = (folder / "items.parquet", folder / "events.parquet")
+        build_bundle(BuildOptions(*tables, out, codes=codes))
     for name, train in (("recommender", train_recommender), ("retriever", train_retriever)):
         bundle = Bundle.open(out)
         if not bundle.has(name):
@@ -137,13 +140,14 @@ def main() -> None:
         "--share", type=float, default=0.05, help="share of the items that is removed"
     )
     parser.add_argument("--epochs", type=int, default=3, help="training epochs")
+    parser.add_argument("--first-codes", type=int, help="codes of the first level")
     parser.add_argument("--users", type=int, default=1000, help="users per group")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = options.work or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         cold, users = split(options.data, folder, options.share)
-        bundle = trained_bundle(folder, options.epochs)
+        bundle = trained_bundle(folder, options.epochs, options.first_codes)
         table = pq.read_table(options.data / "items.parquet").to_pylist()
         rows = [{k: v for k, v in row.items() if v} for row in table if row["item_id"] in cold]
         histories = [items for items in users.values() if len(items) >= 3]

@@ -33,7 +33,7 @@ from recserve.schemas.items import (
     InvalidRequest,
 )
 from recserve.schemas.validation import converted
-from recserve.service.errors import INVALID, REFUSALS, Refusal, refusal_of
+from recserve.service.errors import INVALID, REFUSALS, Refusal, nearest
 
 
 class BatchLine(Struct, frozen=True, kw_only=True):
@@ -128,17 +128,18 @@ class MalformedLine(ValueError):
     """A line is not JSON."""
 
 
+LINE_REFUSALS = {
+    **REFUSALS,
+    MalformedLine: Refusal(400, INVALID, "malformed_body"),
+    NoAnswer: Refusal(500, "server_error", "internal"),
+    ValueError: REFUSALS[InvalidRequest],
+}
+
+
 def error_body(error: Exception) -> tuple[int, ErrorResponse]:
     """Returns the HTTP status and body of a rejected request. Raises any other error."""
-    if isinstance(error, MalformedLine):
-        said = Refusal(400, INVALID, "malformed_body")
-    elif isinstance(error, NoAnswer):
-        said = Refusal(500, "server_error", "internal")
-    elif found := refusal_of(error):
-        said = found
-    elif isinstance(error, ValueError):
-        said = REFUSALS[InvalidRequest]
-    else:
+    said = nearest(error, LINE_REFUSALS)
+    if said is None:
         raise error
     param = error.param if isinstance(error, InvalidRequest) else None
     detail = ErrorDetail(message=str(error), type=said.type, param=param, code=said.code)

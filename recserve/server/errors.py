@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 import msgspec
@@ -28,7 +28,7 @@ from recserve.schemas.items import (
 )
 from recserve.server.body_decoder import MalformedBody
 from recserve.server.trace import Trace
-from recserve.service.errors import REFUSALS, ServiceClosed
+from recserve.service.errors import REFUSALS, Refusal, ServiceClosed, nearest
 
 Header = tuple[bytes, bytes]
 
@@ -94,20 +94,14 @@ class ClientGone(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Refusal):
     """The HTTP form of an exception class.
 
     Attributes:
-        status: HTTP status.
-        type: Field `type` of the response.
-        code: Field `code` of the response.
         reason: Label of the failure counter.
         message: Text for the client; None uses the exception's own message.
     """
 
-    status: int
-    type: str
-    code: str
     reason: str
     message: str | None = None
 
@@ -118,13 +112,6 @@ TABLE: dict[type[Exception], Row] = {
         kind: Row(one.status, one.type, one.code, "not_found" if one.status == 404 else "invalid")
         for kind, one in REFUSALS.items()
     },
-    RequestTooLarge: Row(
-        422,
-        "invalid_request_error",
-        "request_too_large",
-        "invalid",
-        "the request needs more memory than the server has for one request; reduce its size",
-    ),
     MalformedBody: Row(400, "invalid_request_error", "malformed_body", "invalid"),
     MalformedRequest: Row(400, "invalid_request_error", "malformed_request", "invalid"),
     Unauthorized: Row(401, "authentication_error", "invalid_api_key", "unauthorized"),
@@ -171,6 +158,10 @@ TABLE: dict[type[Exception], Row] = {
     ),
     DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
 }
+TABLE[RequestTooLarge] = replace(
+    TABLE[RequestTooLarge],
+    message="the request needs more memory than the server has for one request; reduce its size",
+)
 # Errors of the framework's routing: unknown path, wrong method.
 ROUTING: dict[int, Row] = {
     404: Row(
@@ -191,10 +182,7 @@ def row_of(error: BaseException) -> Row:
     """Returns the row of an exception's nearest class in the table; INTERNAL if there is none."""
     if isinstance(error, HTTPException):
         return ROUTING.get(error.status_code, INTERNAL)
-    for kind in type(error).__mro__:
-        if kind in TABLE:
-            return TABLE[kind]
-    return INTERNAL
+    return nearest(error, TABLE) or INTERNAL
 
 
 def error_answer(error: BaseException) -> ErrorResponse:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from recserve.core.errors import TooManyQueries
 from recserve.engine.scheduler import RequestTooLarge
@@ -13,6 +15,8 @@ from recserve.schemas.items import (
     UnsupportedField,
 )
 from recserve.speculation.verifier import UnfitDraft
+
+Entry = TypeVar("Entry", bound="Refusal")
 
 
 class UnknownItem(LookupError):
@@ -71,6 +75,6 @@ REFUSALS: dict[type[Exception], Refusal] = {
 }
 
 
-def refusal_of(error: BaseException) -> Refusal | None:
-    """Returns the entry of an error's nearest class in REFUSALS; None if there is none."""
-    return next((REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS), None)
+def nearest(error: BaseException, table: Mapping[type[Exception], Entry]) -> Entry | None:
+    """Returns the entry of an error's nearest class in a table; None if there is none."""
+    return next((table[kind] for kind in type(error).__mro__ if kind in table), None)

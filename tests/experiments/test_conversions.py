@@ -152,6 +152,7 @@ def test_a_plan_follows_from_rate_effect_and_traffic():
         ({"coverage": 1.5}, "coverage: expected more than 0 and at most 1, got 1.5"),
         ({"spread": math.nan}, "spread: expected more than 0, got nan"),
         ({"rate": 1e-300, "answers_per_day": 1e-300}, "would never end; expected a larger rate"),
+        ({"coverage": 1e-300, "answers_per_day": 1e-300}, "would never end; expected a larger"),
         ({"smallest": 1e-160}, "would never end; expected a larger rate"),
         ({"power": 1.0}, "power: expected more than 0 and less than 1, got 1"),
         ({"weights": (0.5, 0.6)}, "weights: expected two or more shares with sum 1"),

@@ -244,10 +244,11 @@ def plan_experiment(
     inverse = 1 / weights[0] + 1 / min(weights[1:])
     answers = needed_information(smallest, alpha, power) * spread * inverse / rate
     answers = max(answers, MIN_EVENTS / rate)
-    plan = ExperimentPlan(answers, answers * rate, answers / (answers_per_day * coverage))
-    if not (math.isfinite(plan.days) and math.isfinite(plan.answers)):
+    daily = answers_per_day * coverage
+    days = answers / daily if daily else math.inf
+    if math.isinf(days):
         raise ValueError(
             f"rate {rate:g}, effect {smallest:g} and {answers_per_day:g} answers per day: the "
             "experiment would never end; expected a larger rate, effect or traffic"
         )
-    return plan
+    return ExperimentPlan(answers, answers * rate, days)
