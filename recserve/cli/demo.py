@@ -63,13 +63,13 @@ SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
 RECOMMENDER = replace(
     ITEMS_MASKED,
     hidden_size=96,
-    num_heads=4,
+    num_heads=3,
     intermediate_size=256,
     validation_users=500,
     validation_width=10,
     choice_users=200,
 )
-RANKER = RankerRecipe(hidden_size=48, validation_users=300)
+RANKER = RankerRecipe(hidden_size=48, num_heads=3, validation_users=300)
 LANGUAGE = LanguageRecipe(num_layers=2, steps=50, batch=8, window=128)
 SOURCES_BYTES = 1_000_000
 DRAFTER = "suffix"

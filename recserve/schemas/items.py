@@ -7,6 +7,7 @@ names are part of the HTTP contract, see docs/reference/http.md.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -78,6 +79,21 @@ class InvalidRequest(ValueError):
     def __init__(self, param: str | None, message: str) -> None:
         super().__init__(f"{param}: {message}" if param else message)
         self.param = param
+
+
+def not_offered(
+    param: str, value: str, offered: Iterable[str], lacking: Mapping[str, str]
+) -> InvalidRequest:
+    """Returns the error of a name that the server does not offer.
+
+    Args:
+        param: Field with the name.
+        value: The name.
+        offered: Names that the server offers.
+        lacking: Advice by name, for names that it would offer with other models.
+    """
+    advice = f": {lacking[value]}" if value in lacking else ""
+    return InvalidRequest(param, f"expected one of {', '.join(offered)}, got {value!r}{advice}")
 
 
 class UnknownField(InvalidRequest):

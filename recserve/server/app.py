@@ -45,7 +45,7 @@ from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
-from recserve.service.service import SCORERS
+from recserve.service.rank import SCORERS
 from recserve.service.snapshot import LISTS
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from recserve.schemas.items import (
     RankedItem,
     RankRequest,
     RankResponse,
+    not_offered,
 )
 from recserve.service.attribution import Envelope
 from recserve.service.fields import check_fields, check_num_values
@@ -33,6 +34,12 @@ from recserve.service.pending import (
 )
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
+
+# The scorers, with advice for bundles that lack one.
+SCORERS = {
+    "ranker": "no ranker was trained; run `recserve train ranker`",
+    "likelihood": "no recommender was trained; run `recserve train recommender`",
+}
 
 
 class RankService(ItemService[RankRequest, RankResponse]):
@@ -137,8 +144,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
     def _scorer_name(self, body: RankRequest) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
         if name not in self.scorers:
-            there = ", ".join(("auto", *self.scorers))
-            raise InvalidRequest("scorer", f"expected one of {there}, got {body.scorer!r}")
+            raise not_offered("scorer", name, ("auto", *self.scorers), SCORERS)
         return name
 
 

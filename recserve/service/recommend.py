@@ -23,6 +23,7 @@ from recserve.schemas.items import (
     RecommendedItem,
     RecommendRequest,
     RecommendResponse,
+    not_offered,
 )
 from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import Envelope
@@ -194,8 +195,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             other = chosen.strategy if chosen and chosen.strategy != BEAM else None
             return self.chooser.choose(width, deadline_s, other)
         if name not in there and name not in LISTS:
-            listed = ", ".join((AUTO, *there, *LISTS))
-            raise InvalidRequest("strategy", f"expected one of {listed}, got {body.strategy!r}")
+            lacking = {known: cls.missing for known, cls in strategy_classes().items()}
+            raise not_offered("strategy", name, (AUTO, *there, *LISTS), lacking)
         return name, False
 
     def auto_setting(self, body: RecommendRequest) -> AutoSetting | None:

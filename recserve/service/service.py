@@ -79,7 +79,6 @@ from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
 
-SCORERS = ("ranker", "likelihood")
 # Name of the scorer that each model implements.
 SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
 Fields = Mapping[str, Any]

@@ -19,6 +19,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.cli import demo
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
+from recserve.kernels.native import native
 from tests.support.redis_server import free_port
 
 
@@ -39,12 +40,19 @@ def small(tmp_path_factory):
             replace(
                 demo.RECOMMENDER,
                 hidden_size=32,
+                num_heads=2,
                 validation_users=20,
                 validation_width=10,
                 choice_users=20,
             ),
         )
         yield cache
+
+
+@pytest.mark.parametrize("recipe", [demo.RECOMMENDER, demo.RANKER, demo.LANGUAGE])
+def test_the_c_kernels_attend_with_the_heads_of_each_model(recipe):
+    assert recipe.hidden_size % recipe.num_heads == 0
+    assert recipe.hidden_size // recipe.num_heads % native.LANES == 0
 
 
 def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):

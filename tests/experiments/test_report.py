@@ -1,7 +1,9 @@
 """The report: one page without scripts or links, every text escaped, and the same as JSON."""
 
+import json
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from recserve.experiments.report.machine import this_machine
 from recserve.experiments.report.markup import Markup, join, tag
 from recserve.experiments.report.measurements import summarise
 from recserve.experiments.report.page import ms, page
+from recserve.experiments.report.report_tables import plain
 from recserve.experiments.statistics.criteria import Criteria
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 from tests.support.grids import covering
@@ -159,6 +162,17 @@ def test_text_shows_tokens_per_step():
     words = " ".join(read(made_document(text=True))[1].text)
     assert "Speculative decoding" in words and "3.00" in words
     assert "Time to first token" in words
+
+
+def test_a_long_object_is_folded_under_its_names_and_a_short_one_is_open():
+    assert "<details>" not in plain({"version": "1", "models": [1, 2]})
+    long = plain({"version": EVIL, "models": ["m" * 40] * 5})
+    assert long.startswith("<details><summary>version, models</summary><pre>")
+    assert json.loads(unescape(long.partition("<code>")[2].partition("</code>")[0])) == {
+        "version": EVIL,
+        "models": ["m" * 40] * 5,
+    }
+    assert "<summary>200 values</summary>" in plain(list(range(200)))
 
 
 def test_json_holds_the_whole_document_and_reads_back():

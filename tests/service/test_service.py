@@ -21,6 +21,7 @@ from recserve.schemas.items import (
     RecommendRequest,
     UserRef,
 )
+from recserve.search.strategy import strategy_classes
 from recserve.service import Service, ServiceOptions
 from recserve.service.attribution import BadToken
 from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
@@ -390,6 +391,23 @@ def test_what_cannot_be_done_is_refused_by_name(service, user, fields, param, wo
     with pytest.raises(InvalidRequest, match=words) as caught:
         recommend(service, user, **fields)
     assert caught.value.param == param
+
+
+def test_what_this_bundle_lacks_is_refused_with_the_command_that_adds_it(tmp_path):
+    bundle = tiny_bundle(tmp_path, ranker=False)
+    with Service.open(bundle, device="cpu") as service:
+        classes = strategy_classes()
+        lacking = {
+            name: classes[name].missing for name in classes.keys() - set(service.engine.selectable)
+        }
+        assert {"dense", "specgr"} <= lacking.keys()
+        for name, advice in (lacking | {"guess": None}).items():
+            with pytest.raises(InvalidRequest) as caught:
+                recommend(service, "u", strategy=name)
+            said = f"{name!r}: {advice}" if advice else repr(name)
+            assert str(caught.value).endswith(f"popular, latest, got {said}")
+        with pytest.raises(InvalidRequest, match="got 'ranker': no ranker .* train ranker`$"):
+            rank(service, "u", ["i"], scorer="ranker")
 
 
 def test_neither_user_nor_history_is_refused(service):

@@ -13,6 +13,8 @@ from recserve.experiments.report.measurements import ArmSummary, Spread
 from recserve.experiments.statistics.criteria import percent
 
 PERCENTILES = ("p50", "p90", "p95", "p99", "p99.9")
+# Bytes of JSON that are shown without a fold: a line or two.
+LONGEST_OPEN = 160
 
 
 def pairs(found: Mapping[str, Any]) -> Markup:
@@ -28,14 +30,19 @@ def pairs(found: Mapping[str, Any]) -> Markup:
 
 
 def plain(value: Any) -> str | Markup:
-    """Returns a value as text, an object as code."""
+    """Returns a value as text, an object as code; a long one is folded under the names it has."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
-    return tag("code", msgspec.json.encode(value).decode())
+    written = msgspec.json.encode(value)
+    if len(written) <= LONGEST_OPEN:
+        return tag("code", written.decode())
+    said = ", ".join(value) if isinstance(value, Mapping) else f"{len(value):,} values"
+    lines = msgspec.json.format(written, indent=2).decode()
+    return tag("details", tag("summary", said), tag("pre", tag("code", lines)))
 
 
 def cells(spread: Spread | None) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from recserve.schemas.chat_messages import ChatMessage, ToolCall
-from recserve.schemas.items import InvalidRequest, UnsupportedField
+from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered
 from recserve.schemas.text import (
     MAX_CHOICES,
     ChatRequest,
@@ -25,7 +25,7 @@ from recserve.schemas.text import (
 )
 from recserve.service.errors import ContextExceeded, UnfitRule
 from recserve.service.text.model import TextModel
-from recserve.speculation.drafters.registry import check_speculation
+from recserve.speculation.drafters.registry import check_speculation, drafter_classes
 from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
 from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
@@ -154,9 +154,12 @@ def speculation(
     }
     for field, (value, there) in names.items():
         if value not in there:
-            raise InvalidRequest(
-                f"speculation.{field}", f"expected one of {', '.join(there)}, got {value!r}"
-            )
+            lacking = {
+                name: f"start the server with `--drafter {name}=FOLDER`"
+                for name, drafter in drafter_classes().items()
+                if drafter.needs_weights
+            }
+            raise not_offered(f"speculation.{field}", value, there, lacking)
     if verifier == GREEDY and temperature != 0:
         raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
     tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)

@@ -8,6 +8,7 @@ import torch
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import CompletionRequest, SpeculationOptions
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import TextSettings, load_text
@@ -52,6 +53,16 @@ def drawn_body(random, plain_text):
         "n": int(random.integers(1, 4)),
         "logprobs": None if random.random() < 0.7 else 1,
     }
+
+
+@pytest.mark.parametrize("drafter, advice", [("eagle", "eagle=FOLDER`"), ("eagel", "'eagel'")])
+def test_a_drafter_that_the_server_did_not_load_is_refused_with_the_option_that_loads_it(
+    texts, drafter, advice
+):
+    options = SpeculationOptions(drafter=drafter)
+    with pytest.raises(InvalidRequest, match=f"expected one of ngram, .*{advice}$") as caught:
+        texts.begin_completion(CompletionRequest(prompt="so", speculation=options))
+    assert caught.value.param == "speculation.drafter"
 
 
 @pytest.mark.parametrize("temperature,drafter", thin(covering((0.0, 0.4), DRAFTERS), 2))
