@@ -17,7 +17,8 @@ from typing import Protocol
 from recserve.batch.generate import check_schema
 from recserve.batch.manifest import OutputFolder, check_output
 from recserve.batch.part import Advance, JobPart, Step
-from recserve.batch.source import InputFile, Partition, partitions, scan
+from recserve.batch.source import InputFile, Partition, is_lines, partitions, scan
+from recserve.features.tables.parquet import SchemaError
 
 # The share of rejected rows is judged from this number of rows on.
 JUDGED_ROWS = 1000
@@ -170,7 +171,17 @@ class Plan:
 
 
 def check_users(files: Sequence[InputFile]) -> tuple[str, ...]:
-    """Checks the columns of files of users and returns the ignored ones. Raises SchemaError."""
+    """Checks the columns of files of users and returns the ignored ones.
+
+    Raises:
+        SchemaError: If a column is missing or mistyped, or a file is not Parquet.
+    """
+    for file in files:
+        if is_lines(file.path):
+            raise SchemaError(
+                f"{file.path}: users come as Parquet with a column user_id; JSON lines are prompts "
+                "for --llm"
+            )
     return tuple(name for file in files for name in check_schema(file.schema, file.path))
 
 

@@ -302,6 +302,9 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     (tmp_path / "in.parquet").write_text("user_id\na\n")
     with pytest.raises(SchemaError, match="not a readable Parquet file"):
         check(Job(tmp_path / "in.parquet", tmp_path / "out"))
+    (tmp_path / "in.jsonl").write_text('{"user_id": "a"}\n')
+    with pytest.raises(SchemaError, match=r"in.jsonl: users come as Parquet .* for --llm"):
+        check(Job(tmp_path / "in.jsonl", tmp_path / "out"))
     with pytest.raises(SchemaError, match="no such file"):
         check(Job(tmp_path / "none.parquet", tmp_path / "out"))
 
