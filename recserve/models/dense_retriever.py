@@ -18,12 +18,13 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recserve.files import read_json_object, regular_file
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.write_tensors import write_tensors
 
 
 @dataclass(frozen=True)
@@ -138,8 +139,7 @@ def save_retriever(retriever: DenseRetriever, directory: Path | str) -> None:
     """Writes `config.json` and `model.safetensors`."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().contiguous() for name, value in retriever.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
+    write_tensors(retriever.state_dict(), folder / "model.safetensors")
     text = json.dumps(asdict(retriever.config), indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 

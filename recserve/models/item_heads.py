@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recserve.files import UnreadableFile, read_json_object, regular_file
@@ -33,6 +33,7 @@ from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
 from recserve.models.recommender import Recommender
 from recserve.models.weight_check import check_finite
+from recserve.models.write_tensors import write_tensors
 
 RECURRENT = "recurrent"  # the only kind of head; older bundles may name another
 
@@ -242,8 +243,7 @@ def save_self_draft(head: SelfDraftHead, directory: Path | str) -> None:
     """Writes `config.json` and `model.safetensors`."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
-    save_file(weights, folder / "model.safetensors")
+    write_tensors(head.state_dict(), folder / "model.safetensors")
     values = asdict(head.config)
     if head.calibration is not None:
         values["calibration"] = head.calibration.to_dict()

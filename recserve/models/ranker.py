@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recserve.files import read_json_object, regular_file
@@ -30,6 +29,7 @@ from recserve.models.growable_table import with_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_layers, pack_weights
 from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.write_tensors import write_tensors
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
 NUM_GROUPS = 4
@@ -309,15 +309,10 @@ def save_ranker(model: Ranker, directory: str | Path) -> None:
     """Writes config.json and model.safetensors; each file is replaced atomically."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()
-    }
-    save_file(tensors, folder / f"{WEIGHTS_FILE}.new")
-    (folder / f"{CONFIG_FILE}.new").write_text(
-        json.dumps(model.config.to_dict(), indent=1), encoding="utf-8"
-    )
-    for name in (WEIGHTS_FILE, CONFIG_FILE):
-        os.replace(folder / f"{name}.new", folder / name)
+    write_tensors(model.state_dict(), folder / WEIGHTS_FILE)
+    new = folder / f"{CONFIG_FILE}.new"
+    new.write_text(json.dumps(model.config.to_dict(), indent=1), encoding="utf-8")
+    new.replace(folder / CONFIG_FILE)
 
 
 def load_ranker(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recserve.files import read_json_object, regular_file
@@ -29,6 +29,7 @@ from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
 from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.write_tensors import write_tensors
 
 BOS = 0
 
@@ -319,10 +320,10 @@ def save_recommender(model: Recommender, directory: Path | str) -> None:
     """Writes `config.json` and `model.safetensors`; the catalogue belongs to the bundle."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
+    weights = model.state_dict()
     if model.config.tied:
         del weights["head.weight"]
-    save_file(weights, directory / "model.safetensors")
+    write_tensors(weights, directory / "model.safetensors")
     text = json.dumps(model.config.to_dict(), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 

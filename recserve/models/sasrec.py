@@ -15,12 +15,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from recserve.files import UnreadableFile, read_json_object, regular_file
 from recserve.models.attention import DenseAttention
 from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.write_tensors import write_tensors
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,7 @@ def save_sasrec(model: SasRec, directory: Path | str) -> None:
     """Writes `config.json` and `model.safetensors`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, directory / "model.safetensors")
+    write_tensors(model.state_dict(), directory / "model.safetensors")
     text = json.dumps(model.config.to_dict(), indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 

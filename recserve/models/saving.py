@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.models.config import DecoderConfig, RopeScaling
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.loading import OUTSIDE, PARTS
+from recserve.models.write_tensors import write_tensors
 
 
 def save_language_model(model: LanguageModel, folder: Path) -> None:
@@ -25,8 +25,7 @@ def save_language_model(model: LanguageModel, folder: Path) -> None:
     fields = config_fields(model.config)
     fields["dtype"] = str(model.tokens.weight.dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    weights = {n: w.detach().cpu().contiguous().clone() for n, w in named_tensors(model).items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(named_tensors(model), folder / "model.safetensors", {"format": "pt"})
 
 
 def named_tensors(model: LanguageModel) -> dict[str, Tensor]:

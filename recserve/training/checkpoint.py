@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recserve.files import UnreadableFile, regular_file
+from recserve.models.write_tensors import write_tensors
 from recserve.training.optimizers import load_optimizer_state, optimizer_state
 from recserve.training.options import EpochRecord
 
@@ -75,11 +75,10 @@ def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     tensors |= {f"averaged.{n}": t for n, t in state.averaged.items()}
     tensors |= {f"best.{n}": t for n, t in state.best.items()}
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_state(state.optimizers).items()}
-    tensors = {name: value.contiguous().cpu().clone() for name, value in tensors.items()}
     header = {"run": json.dumps(state.counters()), "recipe": json.dumps(recipe, sort_keys=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, header)
+    write_tensors(tensors, temporary, header)
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
     temporary.replace(path)

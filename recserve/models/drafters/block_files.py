@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.models.drafters.block import Block, BlockConfig
@@ -33,6 +32,7 @@ from recserve.models.loading import (
 )
 from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
+from recserve.models.write_tensors import write_tensors
 
 PREFIX = re.compile(r"^(model\.|midlayer\.)")
 # ModelOpt stores the parts of DSpark's heads without the heads' names.
@@ -201,8 +201,7 @@ def save_block(network: Block, folder: Path) -> None:
         pieces = torch.split(tensor, sizes[part]) if part else [tensor]
         weights.update(zip(names, pieces, strict=True))
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {n: w.detach().cpu().contiguous() for n, w in weights.items()}
-    save_file(stored, folder / "model.safetensors")
+    write_tensors(weights, folder / "model.safetensors")
     text = json.dumps(_fields(config), indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.files import gguf_hint
@@ -34,6 +33,7 @@ from recserve.models.loading import (
     read_tensor,
 )
 from recserve.models.weight_check import is_finite
+from recserve.models.write_tensors import write_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "mtp_head.safetensors"
 PREFIX = "base_model.model.model.layers."
@@ -240,8 +240,7 @@ def save_mask_tokens(network: MaskTokens, folder: Path) -> None:
                 adapter[f"{names[int(rest[-1])]}B.weight"] = tensor
     folder.mkdir(parents=True, exist_ok=True)
     for file, weights in ((ADAPTER, adapter), (HEAD, head)):
-        stored = {n: w.detach().cpu().contiguous().clone() for n, w in weights.items()}
-        save_file(stored, folder / file)
+        write_tensors(weights, folder / file)
     modules = sorted({m.split(".")[-1] for part in LORA_PARTS for m in PARTS[part]})
     fields = {
         "peft_type": "LORA",

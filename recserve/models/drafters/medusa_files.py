@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.files import gguf_hint
@@ -38,6 +37,7 @@ from recserve.models.loading import (
     weight_map,
 )
 from recserve.models.weight_check import is_finite
+from recserve.models.write_tensors import write_tensors
 
 ACCURACIES = "medusa_accuracies"
 FILES = ("medusa_lm_head.safetensors", "model.safetensors")
@@ -175,7 +175,7 @@ def save_medusa(
         weights[f"{k}.{config.num_layers}.weight"] = heads.get_parameter(f"outputs.{k}.weight")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    save_file({n: w.detach().cpu().contiguous() for n, w in weights.items()}, target / FILES[0])
+    write_tensors(weights, target / FILES[0])
     fields: dict[str, Any] = {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from recserve.models.config import DecoderConfig
@@ -27,6 +26,7 @@ from recserve.models.loading import (
 )
 from recserve.models.saving import rope_fields
 from recserve.models.weight_check import is_finite
+from recserve.models.write_tensors import write_tensors
 
 # Fields that `read_sizes` reads.
 SIZES = (
@@ -381,6 +381,5 @@ def size_fields(config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
 def write_folder(fields: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> None:
     """Writes config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(stored, folder / "model.safetensors")
+    write_tensors(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.models.loading import opened_file, read_json, tensor_files
+from recserve.models.write_tensors import write_tensors
 
 
 @dataclass(frozen=True)
@@ -89,5 +89,5 @@ def write_view(folder: Path, reading: CheckpointReading, view: Path) -> Path:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         (view / path.name).unlink()
         stored |= {name: own for name, own in reading.tensors.items() if files[name] == path}
-        save_file(stored, view / path.name)
+        write_tensors(stored, view / path.name)
     return view

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from recserve.models.config import DecoderConfig
@@ -40,6 +39,7 @@ from recserve.models.loading import (
     read_whole,
 )
 from recserve.models.weight_check import is_finite
+from recserve.models.write_tensors import write_tensors
 
 PREFIX = "mtp."
 # Fields that name a size of the target, by the name in DecoderConfig.
@@ -193,8 +193,7 @@ def save_specformer(network: Specformer, folder: Path, num_target_layers: int) -
         "is_causal": config.causal,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {n: w.detach().cpu().contiguous() for n, w in weights.items()}
-    save_file(stored, folder / "model.safetensors")
+    write_tensors(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
