@@ -8,7 +8,8 @@ from user to user. The arms are compared after every further 1.5 % of the answer
 at the first look that shows a difference.
 
 A/A: the arms are equal. At most 5 % of the runs may show a difference at any look; the share must
-not be above the binomial 99.5 % bound of 5 %. Half: the treatment halves the clicks. Planned: the
+not be above the binomial 99.5 % bound of 5 %. In the world of interleaved slates, a click belongs
+to one of two teams by the taste of its user. Half: the treatment halves the clicks. Planned: the
 treatment changes the clicks by the smallest effect, and the run has the size of
 `recserve experiments plan`; at least 80 % of the runs must find it.
 """
@@ -29,6 +30,7 @@ from recserve.experiments.statistics.conversions import (
     POWER,
     RateSums,
     compare_rates,
+    compare_teams,
     plan_experiment,
 )
 
@@ -48,6 +50,7 @@ class World:
         likeness: Larger values make the users' readiness to click more alike (beta distribution).
         treated: Share of the users in the treatment.
         several: Whether an answer may lead to several clicks.
+        interleaved: Whether an answer holds items of both arms; then nobody is treated.
     """
 
     name: str
@@ -57,6 +60,7 @@ class World:
     likeness: float = 10.0
     treated: float = 0.5
     several: bool = False
+    interleaved: bool = False
 
 
 WORLDS = (
@@ -66,6 +70,7 @@ WORLDS = (
     World("few heavy users", users=150, activity=1.5),
     World("one user in ten treated", users=5000, treated=0.1),
     World("several clicks", rate=1.5, several=True),
+    World("interleaved", rate=1.5, several=True, treated=0.0, interleaved=True),
 )
 
 
@@ -105,6 +110,8 @@ def simulate(
         clicks = drawn.poisson(ready[user])
     else:
         clicks = (drawn.random(answers) < ready[user]).astype(np.int64)
+    if world.interleaved:
+        return simulate_teams(world, lift, smallest, user, clicks, drawn)
     cell = arm * NUM_BUCKETS + drawn.integers(0, NUM_BUCKETS, world.users)
     shown, clicked = (np.zeros(2 * NUM_BUCKETS, np.int64) for _ in range(2))
     begin, end = 0, FIRST
@@ -122,6 +129,42 @@ def simulate(
             return Result(found.relative[0], end)
         begin, end = end, int(np.ceil(end * STEP))
     return Result(None, answers)
+
+
+def simulate_teams(
+    world: World,
+    lift: float,
+    smallest: float,
+    user: np.ndarray,
+    clicks: np.ndarray,
+    drawn: np.random.Generator,
+) -> Result:
+    """One experiment of interleaved slates, with the same looks.
+
+    Args:
+        world: The users.
+        lift: Clicks on the items of the treatment over those of the control's, mean over users.
+        smallest: Smallest relative change of interest, as in the settings.
+        user: [answers] user of each answer.
+        clicks: [answers] clicks on the items of both teams.
+        drawn: Source of randomness.
+    """
+    taste = drawn.beta(2.0, 2.0 / lift, world.users)  # share of the user's clicks on the treatment
+    treated = drawn.binomial(clicks, taste[user])
+    group = drawn.integers(0, NUM_BUCKETS, world.users)[user]
+    shown, first, second = (np.zeros(NUM_BUCKETS, np.int64) for _ in range(3))
+    begin, end = 0, FIRST
+    while begin < len(user):
+        end = min(end, len(user))
+        part = slice(begin, end)
+        np.add.at(shown, group[part], 1)
+        np.add.at(first, group[part], (clicks - treated)[part])
+        np.add.at(second, group[part], treated[part])
+        found = compare_teams(RateSums(shown, first), RateSums(shown, second), smallest)
+        if found is not None and found.excludes_zero:
+            return Result(found.relative[0], end)
+        begin, end = end, int(np.ceil(end * STEP))
+    return Result(None, len(user))
 
 
 def spread(world: World, answers: int, drawn: np.random.Generator) -> float:

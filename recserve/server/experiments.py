@@ -36,7 +36,7 @@ from recserve.experiments.serving.experiment import (
 from recserve.experiments.serving.registry import Draw, Experiments
 from recserve.experiments.serving.saved_counts import SavedCounts
 from recserve.experiments.serving.settings import parse_experiments
-from recserve.experiments.serving.team_draft import team_draft
+from recserve.experiments.serving.team_draft import mark_teams, team_draft
 from recserve.features.state_files import EXPERIMENTS, default_experiments
 from recserve.schemas.experiments import Use
 from recserve.schemas.items import (
@@ -170,10 +170,12 @@ class Arms:
             answer = await drawn.ask_control(draw.experiment)
             assert draw.arm is not None
             _record_refusal(draw.experiment, draw.arm, error)
-        draw.experiment.count_answer(label, trace.request_id if user is None else user)
         # The token of an answer that does not count names no arm, so its events do not count.
         arm = "" if label.reason is not None or label.arm is None else label.arm
-        token = context.service.signer.label(answer.attribution_token, label.name, arm)
+        teams = _teams(answer, draw.experiment)
+        shown = [each.name for each in draw.experiment.arms] if teams else [arm] * bool(arm)
+        draw.experiment.count_answer(shown, trace.request_id if user is None else user)
+        token = context.service.signer.label(answer.attribution_token, label.name, arm, teams)
         labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
         return context.record(labelled)
 
@@ -486,6 +488,15 @@ def _interleave(
     ]
     degraded = list(dict.fromkeys([*control.degraded, *treatment.degraded]))
     return msgspec.structs.replace(control, items=items, degraded=degraded, exact=False)
+
+
+def _teams(answer: RecommendResponse | RankResponse, experiment: Experiment) -> bytes:
+    """Returns the marks of an interleaved slate; nothing for other answers."""
+    if experiment.settings.mode != "interleaved":
+        return b""
+    numbers = {arm.name: number for number, arm in enumerate(experiment.arms)}
+    teams = [(item.item_id, numbers.get(getattr(item, "team", ""))) for item in answer.items]
+    return mark_teams([(item_id, team) for item_id, team in teams if team is not None])
 
 
 def _item_ids(answer: RecommendResponse | RankResponse) -> list[str]:

@@ -35,6 +35,7 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
         issued_s: Time of the answer in seconds since 1970.
         experiment: Name of the experiment; empty outside experiments.
         arm: Name of the arm; empty if no single arm answered.
+        teams: Marks of the items of an interleaved slate, see experiments/serving/team_draft.py.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
     issued_s: int
     experiment: str = ""
     arm: str = ""
+    teams: bytes = b""
 
 
 class BadToken(ValueError):
@@ -75,9 +77,16 @@ class Signer:
         said = Attribution(request_id, user, model_version, catalog_version, int(time.time()))
         return self._sign(said)
 
-    def label(self, token: str, experiment: str, arm: str) -> str:
-        """Returns the token with the experiment and the arm of its answer. Raises BadToken."""
-        return self._sign(msgspec.structs.replace(self.read(token), experiment=experiment, arm=arm))
+    def label(self, token: str, experiment: str, arm: str, teams: bytes = b"") -> str:
+        """Returns the token with the experiment of its answer, and the arm or the teams.
+
+        Raises:
+            BadToken: If the token is not of this key.
+        """
+        said = self.read(token)
+        return self._sign(
+            msgspec.structs.replace(said, experiment=experiment, arm=arm, teams=teams)
+        )
 
     def read(self, token: str) -> Attribution:
         """Verifies a token and returns its content. Raises BadToken."""

@@ -13,6 +13,7 @@ from recserve.experiments.statistics.conversions import (
     NUM_BUCKETS,
     RateSums,
     compare_rates,
+    compare_teams,
     half_width,
     information_of_width,
     needed_information,
@@ -38,6 +39,8 @@ CLICKS = (
 )
 CONTROL, TREATMENT = 0.11123110151187905, 0.09313154831199069
 ENDS = (-0.04972541597760225, 0.01352630957782553)  # of the 95 % interval of the difference
+
+SHORT = {world.name: world for world in (*WORLDS[:4], WORLDS[-1])}
 
 
 def sums(answers, clicks):
@@ -82,6 +85,30 @@ def test_groups_of_users_give_the_variance_that_users_give():
     assert found.spread() > 1.7
 
 
+def test_teams_of_the_same_answers_have_the_error_of_their_difference():
+    """The bootstrap of users is the oracle. Users who click much click on items of both teams."""
+    drawn = np.random.default_rng(5)
+    users = 8000
+    answers = drawn.poisson(drawn.lognormal(1.0, 1.0, users)) + 1
+    readiness = drawn.beta(0.5, 4.5, users)
+    first, second = (drawn.binomial(answers, share * readiness) for share in (0.9, 1.0))
+    group = drawn.integers(0, NUM_BUCKETS, users)
+    control, treatment = (
+        RateSums(
+            *(np.bincount(group, each, NUM_BUCKETS).astype(np.int64) for each in (answers, clicks))
+        )
+        for clicks in (first, second)
+    )
+    found = compare_teams(control, treatment, 0.1)
+    assert found.difference == pytest.approx(treatment.rate - control.rate)
+    picks = drawn.integers(0, users, (600, users))
+    ahead = (second - first)[picks].sum(1) / answers[picks].sum(1)
+    together = (control.rate + treatment.rate) / 2
+    assert together / math.sqrt(found.information) == pytest.approx(ahead.std(), rel=0.12)
+    apart = compare_rates(control, treatment, 0.1)  # what two groups of users would say
+    assert found.reach < 0.9 * apart.reach
+
+
 @pytest.mark.parametrize("few", ["events", "users"])
 def test_too_few_events_or_users_give_no_interval(few):
     users = MIN_BUCKETS - 1 if few == "users" else 500
@@ -90,6 +117,7 @@ def test_too_few_events_or_users_give_no_interval(few):
     clicks[0] += MIN_EVENTS // 2 - 1
     one = sums(np.full(users, 50), clicks)
     assert compare_rates(one, one, 0.1) is None and one.spread() is None
+    assert compare_teams(one, one, 0.1) is None
 
 
 def test_an_arm_without_clicks_is_compared():
@@ -114,7 +142,7 @@ def test_the_interval_is_narrow_from_a_large_loss_to_the_smallest_effect(smalles
     assert information_of_width(width, smallest) == pytest.approx(3 * planned, rel=1e-6)
 
 
-@pytest.mark.parametrize("world", chosen({w.name: w for w in WORLDS[:4]}, WORLDS[0].name))
+@pytest.mark.parametrize("world", chosen(SHORT, WORLDS[0].name, WORLDS[-1].name))
 def test_looking_all_the_time_alarms_in_at_most_five_per_cent(world):
     """40 A/A runs: more than 6 alarms have a probability of 0.3 % where 5 % alarm."""
     drawn = np.random.default_rng(7)
@@ -122,9 +150,10 @@ def test_looking_all_the_time_alarms_in_at_most_five_per_cent(world):
     assert sum(one.change is not None for one in runs) <= 6
 
 
-def test_half_the_clicks_are_found():
+@pytest.mark.parametrize("world", [WORLDS[0], WORLDS[-1]], ids=lambda world: world.name)
+def test_half_the_clicks_are_found(world):
     drawn = np.random.default_rng(8)
-    runs = [simulate(WORLDS[0], 0.5, 8000, 0.1, drawn) for _ in range(10)]
+    runs = [simulate(world, 0.5, 8000, 0.1, drawn) for _ in range(10)]
     assert all(one.change is not None and one.change < 0 for one in runs)
 
 

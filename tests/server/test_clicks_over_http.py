@@ -139,6 +139,41 @@ def test_rankings_are_judged_too(server):
         assert counts(client)[ranking["experiment"]["arm"]] == (1, 1)
 
 
+def test_clicks_on_an_interleaved_slate_count_for_the_team_of_their_item(server):
+    mixed = {**ONE, "mode": "interleaved"}
+    expected = {"control": [0, 0, 0], "nezha": [0, 0, 0]}
+    with server(experiments=[mixed]) as client:
+        for user in USERS:
+            slate = recommend(client, user, k=7)
+            for place, item in enumerate(slate["items"][:3]):
+                expected[item["team"]][1] += 1
+                click = event(user, slate, place)
+                send(client, click)
+                send(client, click)  # a retry
+        shown = {item["item_id"] for item in slate["items"]}
+        items = client.get("/playground/samples").json()["items"]
+        hidden = next(item for item in items if item not in shown)
+        assert "unattributed" not in send(client, event(USERS[-1], slate, item_id=hidden))
+        own = recommend(client, USERS[0], strategy="beam")  # takes no part
+        send(client, event(USERS[0], own))
+        for each in expected.values():
+            each[0] = len(USERS)
+        told = {arm: tuple(numbers) for arm, numbers in expected.items()}
+        assert counts(client) == told and all(numbers[1] for numbers in told.values())
+        long = recommend(client, USERS[0], k=300)
+        send(client, event(USERS[0], long, 299, "purchase"))
+        expected[long["items"][299]["team"]][2] += 1
+        for each in expected.values():
+            each[0] += 1
+        told = {arm: tuple(numbers) for arm, numbers in expected.items()}
+        assert counts(client) == told
+    with server(experiments=[mixed]) as client:
+        assert counts(client) == told
+    with server() as client:  # tokens of another mode
+        send(client, event(USERS[0], slate))
+        assert set(counts(client).values()) == {(0, 0, 0)}
+
+
 def test_a_goal_that_is_no_event_type_stops_the_start(tmp_path):
     service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
     wrong = {**ONE, "goals": ["clik"]}

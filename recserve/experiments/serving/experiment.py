@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
@@ -44,7 +44,6 @@ from recserve.experiments.statistics.conversions import NUM_BUCKETS, RateSums
 from recserve.schemas.experiments import (
     ArmStatus,
     ArmVerdict,
-    ExperimentLabel,
     ExperimentStatus,
     GuardrailStatus,
     Status,
@@ -224,24 +223,25 @@ class Experiment:
             self._looked_s = now_s
             self._look(now_s, self.settings.guard)
 
-    def count_answer(self, label: ExperimentLabel, unit: str) -> None:
+    def count_answer(self, arms: Iterable[str], unit: str) -> None:
         """Counts an answer whose events are compared between the arms.
 
         Args:
-            label: What the answer says about its arm.
+            arms: Names of the arms that the answer's items are of: one, or both teams.
             unit: Id of the user, or of the request if it names no user.
         """
-        if label.arm is None or label.reason is not None or not self.settings.goal_types:
+        if not self.settings.goal_types:
             return
         group = user_group(self.split.seed, unit)
         with self._lock:
-            self.arm(label.arm).goals.add_answer(group)
+            for name in arms:
+                self.arm(name).goals.add_answer(group)
 
     def count_event(self, arm: str, unit: str, event_type: str, key: str) -> None:
         """Counts an event that an answer led to, once.
 
         Args:
-            arm: Name of the arm in the attribution token.
+            arm: Name of the arm that the item is of; an unknown name counts nothing.
             unit: Id of the user, or of the request if the answer was for no user.
             event_type: Type of the event.
             key: Names the answer and the item; an event with the same key and type comes again.

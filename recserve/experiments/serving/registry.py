@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from recserve.experiments.serving.experiment import Experiment, ServingArm
+from recserve.experiments.serving.team_draft import team_of
 from recserve.schemas.experiments import (
     ExperimentLabel,
     ExperimentsResponse,
@@ -69,6 +70,17 @@ class Experiments:
         one = self._by_name.get(experiment)
         if one is not None:
             one.count_event(arm, unit, event_type, key)
+
+    def team(self, experiment: str, item_id: str, marks: bytes) -> str:
+        """Returns the arm that chose an item of an interleaved slate.
+
+        Empty if the slate did not show the item, or the experiment is gone or has another mode.
+        """
+        one = self._by_name.get(experiment)
+        number = team_of(item_id, marks)
+        if one is None or number is None or one.settings.mode != "interleaved":
+            return ""
+        return one.arms[number].name
 
     def draw(
         self, use: Use, user: str | None, request_id: str, body: msgspec.Struct

@@ -103,7 +103,7 @@ class ExperimentSettings(StrictStruct, frozen=True, kw_only=True):
     @property
     def goal_types(self) -> tuple[str, ...]:
         """Event types that are counted; none if the experiment cannot judge them."""
-        if self.use == "text" or self.mode != "split":
+        if self.use == "text" or self.mode in ("paired", "shadow"):
             return ()
         return DEFAULT_GOALS if self.goals is None else tuple(self.goals)
 
@@ -165,7 +165,7 @@ def _check(one: ExperimentSettings, place: str) -> None:
             raise InvalidRequest(
                 f"{place}.goals",
                 f"expected none for {one.use} in mode {one.mode}: events are judged for recommend "
-                f"and rank in mode split, got {', '.join(one.goals)}",
+                f"and rank in modes split and interleaved, got {', '.join(one.goals)}",
             )
         if len(set(one.goals)) < len(one.goals):
             listed = ", ".join(one.goals)

@@ -13,10 +13,11 @@ from recserve.experiments.statistics.conversions import (
     RateChange,
     RateSums,
     compare_rates,
+    compare_teams,
     information_of_width,
     needed_information,
 )
-from recserve.schemas.experiments import ArmVerdict, GoalStatus, GuardrailStatus
+from recserve.schemas.experiments import ArmVerdict, GoalStatus, GuardrailStatus, Mode
 
 # At 0.001, 4 % of fair divisions would be called wrong at some look; here below 0.1 %.
 SAMPLE_RATIO_ALARM = 1e-5
@@ -112,15 +113,22 @@ def _decide_goal(
 
     found = _compare(control, sums, settings)
     if found is None:
-        return not_yet(_too_few(goal, (control, sums), other_events))
+        return not_yet(_too_few(settings.mode, goal, (control, sums), other_events))
     change, low, high = found.relative
     ends = f"{format_change(low)} to {format_change(high)}"
+    interleaved = settings.mode == "interleaved"
     if found.excludes_zero and change < 0:
-        figures = f"{share(-change)} ({share(-high)} to {share(-low)})"
-        text = f"keep {settings.arms[0].name}: {events} fell by {figures}"
+        size, figures = share(-change), f"({share(-high)} to {share(-low)})"
+        text = f"{events} fell by {size} {figures}"
+        if interleaved:
+            text = f"items of {arm} got {size} fewer {events} {figures}"
+        text = f"keep {settings.arms[0].name}: {text}"
         return ArmVerdict(kind="keep_control", text=text, guardrails=guardrails)
     if found.excludes_zero:
-        text = f"{events} rose by {share(change)} ({share(low)} to {share(high)})"
+        size, figures = share(change), f"({share(low)} to {share(high)})"
+        text = f"{events} rose by {size} {figures}"
+        if interleaved:
+            text = f"its items got {size} more {events} {figures}"
         open_ = [one.name for one in guardrails if one.result == "unclear"]
         if open_:
             return not_yet(f"{text}, but too few requests for the guardrails {', '.join(open_)}")
@@ -140,25 +148,21 @@ def _decide_goal(
 
 def _compare(control: RateSums, sums: RateSums, settings: ExperimentSettings) -> RateChange | None:
     alpha = ALPHA / (len(settings.arms) - 1)
-    return compare_rates(control, sums, settings.smallest_effect, alpha)
+    compare = compare_teams if settings.mode == "interleaved" else compare_rates
+    return compare(control, sums, settings.smallest_effect, alpha)
 
 
 def _no_goal(settings: ExperimentSettings, arm: str) -> str:
     """Returns why the clicks of an experiment say nothing about an arm."""
     if settings.use == "text":
         return "clicks are judged for recommend and rank"
-    if settings.mode == "interleaved":
-        return (
-            "both arms share an answer and its attribution token; count the clicks on the items "
-            "of each team from the slate log, or judge clicks in mode split"
-        )
     return (
         f"in mode {settings.mode} every answer is of {settings.arms[0].name}, so clicks say "
-        f"nothing about {arm}; judge clicks in mode split"
+        f"nothing about {arm}; judge clicks in mode split or interleaved"
     )
 
 
-def _too_few(goal: str, arms: tuple[RateSums, RateSums], other_events: int) -> str:
+def _too_few(mode: Mode, goal: str, arms: tuple[RateSums, RateSums], other_events: int) -> str:
     """Returns what is missing before the arms can be compared."""
     events = plural(goal)
     num_events = sum(one.num_events for one in arms)
@@ -166,7 +170,8 @@ def _too_few(goal: str, arms: tuple[RateSums, RateSums], other_events: int) -> s
         if num_events < MIN_EVENTS:
             return f"{num_events} of at least {MIN_EVENTS} {events}"
         users = min(one.num_groups for one in arms)
-        return f"{users} users in an arm, at least {MIN_BUCKETS} are needed"
+        where = "" if mode == "interleaved" else " in an arm"
+        return f"{users} users{where}, at least {MIN_BUCKETS} are needed"
     text = f"no {events}; send events of type {goal} with the attribution_token of the answer"
     if other_events:
         text += f" ({other_events} attributed events are of other types, see goals)"

@@ -64,7 +64,10 @@ def _add(context: RequestContext, body: EventsRequest) -> EventsResponse:
             unit = event.user_id if said.user else said.request_id
             key = f"{outcome.token_id} {event.item_id}"
             kind = event.type or "event"
-            experiments.count_event(said.experiment, said.arm, unit, kind, key)
+            arm = said.arm
+            if said.teams and event.item_id is not None:
+                arm = experiments.team(said.experiment, event.item_id, said.teams)
+            experiments.count_event(said.experiment, arm, unit, kind, key)
     return structs.replace(answer, unattributed=wrong) if wrong else answer
 
 

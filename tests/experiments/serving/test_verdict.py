@@ -11,7 +11,6 @@ from recserve.experiments.serving.goal_tally import MAX_SEEN, SeenEvents
 from recserve.experiments.serving.saved_counts import SavedCounts
 from recserve.experiments.serving.settings import parse_experiments
 from recserve.experiments.serving.verdict import duration
-from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import InvalidRequest
 
 DAY_S = 86_400.0
@@ -42,10 +41,7 @@ def answer(one, user, seconds=0.01, **result):
     name = one.split.assign(user).arm
     one.see(user, name)
     one.record(one.arm(name), ArmResult(seconds, **result))
-    label = ExperimentLabel(
-        name="fast", arm=name, bucket=0, hash_version=2, mode="split", sticky=True
-    )
-    one.count_answer(label, user)
+    one.count_answer([name], user)
     return name
 
 
@@ -199,7 +195,6 @@ CONTROL_ANSWERS = "every answer is of control, so clicks say nothing about rpg"
         ({"mode": "paired"}, CONTROL_ANSWERS),
         ({"mode": "shadow"}, CONTROL_ANSWERS),
         ({"mode": "paired", "use": "rank", "arms": RANK_ARMS}, CONTROL_ANSWERS),
-        ({"mode": "interleaved"}, "the items of each team from the slate log"),
         ({"use": "text", "arms": [{"name": "a"}, {"name": "b"}]}, "for recommend and rank"),
     ],
 )
@@ -216,6 +211,35 @@ def test_modes_without_clicks_per_arm_say_why(changes, reason):
             one.record(each, ArmResult(0.01))
     with pytest.raises(InvalidRequest, match="goals: expected none for .* got click, like"):
         experiment(**changes, goals=["click", "like"])
+
+
+@pytest.mark.parametrize(
+    ("clicks", "kind", "words"),
+    [
+        ((0.1, 0.2), "ship", "ship rpg: its items got "),
+        ((0.2, 0.1), "keep_control", "keep control: items of rpg got "),
+        ((0.1, 0.1), "not_yet", "not yet: "),
+    ],
+)
+def test_the_teams_of_interleaved_slates_are_compared(clicks, kind, words):
+    one, drawn = experiment(mode="interleaved"), random.Random(1)
+    assert verdict(one).text.startswith("not yet: no clicks; send events of type click with the")
+    for request in range(1500):
+        one._clock.now += 60
+        user = f"user-{drawn.randrange(500)}"
+        one.count_answer(["control", "rpg"], user)
+        for arm, chance in zip(one.arms, clicks, strict=True):
+            one.record(arm, ArmResult(0.01))
+            for item in range(5):
+                if drawn.random() < chance:
+                    one.count_event(arm.name, user, "click", f"{request} {arm.name} {item}")
+    assert verdict(one).kind == kind and verdict(one).text.startswith(words)
+    control, arm = one.describe().arms
+    assert control.answers == arm.answers == 1500
+    assert 0.8 < control.goals[0].rate / (5 * clicks[0]) < 1.2
+    again = experiment(mode="interleaved")
+    again.restore(one.save())
+    assert again.describe().arms[1].goals == arm.goals
 
 
 def test_arms_that_are_interleaved_have_no_diversity():
