@@ -22,6 +22,18 @@ from recserve.features.tables.text_files import DELIMITERS, LINE_SUFFIXES, read_
 T = TypeVar("T")
 Convert = Callable[[pa.ChunkedArray], tuple[T, str]]
 MEANT = "did you mean"
+UNPACK = "unpack it first"
+# Files that are not read, with what to do about them.
+FOREIGN = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar", ".tgz"), UNPACK) | {
+    ".xls": "save it as CSV UTF-8",
+    ".xlsx": "save it as CSV UTF-8",
+    ".ods": "save it as CSV UTF-8",
+    ".pkl": "write it with DataFrame.to_parquet",
+    ".pickle": "write it with DataFrame.to_parquet",
+    ".feather": "write it with DataFrame.to_parquet",
+    ".avro": "write it as Parquet",
+    ".orc": "write it as Parquet",
+}
 NO_VALUE = "ignored: no row has a value"
 
 
@@ -36,6 +48,8 @@ def read_input(path: Path) -> pa.Table:
     if not path.is_file():
         raise SchemaError(f"{path}: no such file")
     suffix = path.suffix.lower()
+    if suffix in FOREIGN:
+        raise SchemaError(f"{path}: expected Parquet, CSV or JSON lines; {FOREIGN[suffix]}")
     if suffix not in DELIMITERS and suffix not in LINE_SUFFIXES:
         return read_table(path)
     if path.stat().st_size > MAX_TABLE_BYTES:

@@ -6,6 +6,7 @@ Text stays text unless a whole column has one other form, so an id such as `0056
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pyarrow.csv as pc_csv
 
 from recserve.features.tables.parquet import SchemaError
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Delimiters of each suffix; the first one that the header has is taken.
+DELIMITERS = {".csv": (",", ";", "\t"), ".tsv": ("\t",)}
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 BLOCK_BYTES = 16 << 20  # a row of CSV must be shorter
 # Columns of CSV whose text is never read as numbers here.
@@ -31,13 +33,16 @@ _FRACTION = r"[.eE]"
 def read_csv(path: Path) -> pa.Table:
     """Reads a CSV file with a header. An empty field is null.
 
+    Spreadsheets write semicolons where a comma is the decimal point.
+
     A column is int64, double or bool if all its fields are; the other columns and TEXT_COLUMNS are
     text.
 
     Raises:
         SchemaError: If the file is not CSV in UTF-8.
     """
-    parse = pc_csv.ParseOptions(delimiter=DELIMITERS[path.suffix.lower()], newlines_in_values=True)
+    delimiter = _delimiter(path)
+    parse = pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES)
     try:
         with pc_csv.open_csv(path, blocks, parse) as reader:
@@ -49,16 +54,43 @@ def read_csv(path: Path) -> pa.Table:
         )
         table = pc_csv.read_csv(path, blocks, parse, texts)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise SchemaError(f"{path}: not a readable CSV file in UTF-8 ({error})") from error
+        raise SchemaError(
+            f"{path}: not a readable CSV file in UTF-8 ({error}){_encoding_hint(path)}"
+        ) from error
     columns = [
-        values if name in TEXT_COLUMNS else _infer(values)
+        values if name in TEXT_COLUMNS else _infer(values, "," if delimiter == ";" else ".")
         for name, values in zip(table.column_names, table.columns, strict=True)
     ]
     return pa.Table.from_arrays(columns, names=table.column_names)
 
 
-def _infer(texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns a column of text as numbers or booleans if all of its fields have that form."""
+def _delimiter(path: Path) -> str:
+    with path.open("rb") as file:
+        header = file.readline(BLOCK_BYTES)
+    known = DELIMITERS[path.suffix.lower()]
+    return next((one for one in known if one.encode() in header), known[0])
+
+
+def _encoding_hint(path: Path) -> str:
+    """Returns how to convert a file that is not UTF-8; empty if its first block is."""
+    with path.open("rb") as file:
+        start = file.read(BLOCK_BYTES)
+    if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        return f"; convert it: iconv -f utf-16 -t utf-8 {path.name}"
+    try:
+        getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return f"; convert it from its own encoding: iconv -f windows-1252 -t utf-8 {path.name}"
+    return ""
+
+
+def _infer(texts: pa.ChunkedArray, point: str) -> pa.ChunkedArray:
+    """Returns a column of text as numbers or booleans if all of its fields have that form.
+
+    Args:
+        texts: The column.
+        point: Decimal point of the file; columns with "." are read in every file.
+    """
     if texts.null_count == len(texts):
         return pa.chunked_array([pa.nulls(len(texts))])
 
@@ -67,6 +99,8 @@ def _infer(texts: pa.ChunkedArray) -> pa.ChunkedArray:
 
     if every(_INTEGER):
         return texts.cast(pa.int64())
+    if point != "." and every(_NUMBER.replace(r"\.", point)):
+        texts = pc.replace_substring(texts, point, ".")
     if every(_NUMBER) and pc.any(pc.match_substring_regex(texts, _FRACTION)).as_py():
         return texts.cast(pa.float64())
     if every("^(?i:true|false)$"):

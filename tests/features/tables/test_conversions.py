@@ -225,20 +225,26 @@ ROWS = [
 ]
 
 
-def write_items(path: Path, bom: bool) -> Path:
+def write_items(path: Path, bom: bool, delimiter: str) -> Path:
     if path.suffix == ".jsonl":
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
     else:
         frame = pd.DataFrame(ROWS).astype({"stock": "Int64"})
-        content = frame.to_csv(index=False, sep="\t" if path.suffix == ".tsv" else ",")
+        point = "," if delimiter == ";" else "."
+        content = frame.to_csv(index=False, sep=delimiter, decimal=point)
     path.write_bytes((b"\xef\xbb\xbf" if bom else b"") + content.encode())
     return path
 
 
 @pytest.mark.parametrize("bom", [False, True])
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".CSV"])
-def test_text_files_are_read_as_they_are(tmp_path: Path, suffix: str, bom: bool) -> None:
-    items, _ = read_items(write_items(tmp_path / f"items{suffix}", bom))
+@pytest.mark.parametrize(
+    ("suffix", "delimiter"),
+    [(".csv", ","), (".csv", ";"), (".csv", "\t"), (".tsv", "\t"), (".jsonl", ""), (".CSV", ";")],
+)
+def test_text_files_are_read_as_they_are(
+    tmp_path: Path, suffix: str, delimiter: str, bom: bool
+) -> None:
+    items, _ = read_items(write_items(tmp_path / f"items{suffix}", bom, delimiter))
     assert items.ids == ["0056", "56", "007"]
     assert items.titles == ["Löffel, groß", '12"\nPfanne', ""]
     assert items.attributes.to_pylist() == [
@@ -288,7 +294,11 @@ def test_events_are_equal_in_every_format(tmp_path: Path, suffix: str, times: li
         ("x.json", b'[{"item_id": 1}]', "line 1: expected one JSON object per line, got list"),
         ("x.jsonl", b'{"item_id": 1}\n{"item_id": "a"}\n', "item_id has values of several types"),
         ("x.jsonl", b'{"item_id": 1, "n": 99999999999999999999}', "column n, line 1: .* 64 bits"),
+        ("x.csv", b"item_id,title\na,Caf\xe9\n", "iconv -f windows-1252 -t utf-8 x.csv"),
+        ("x.csv", "item_id,title\na,b\n".encode("utf-16"), "iconv -f utf-16 -t utf-8 x.csv"),
         ("x.txt", b"item_id\n", "not a readable Parquet file"),
+        ("x.csv.gz", b"\x1f\x8b", "expected Parquet, CSV or JSON lines; unpack it first"),
+        ("x.XLSX", b"PK", "save it as CSV UTF-8"),
     ],
     ids=str,
 )
