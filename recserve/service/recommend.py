@@ -34,6 +34,7 @@ from recserve.service.auto_strategy import (
     AutoSetting,
     StrategyChooser,
 )
+from recserve.service.errors import UnknownModel
 from recserve.service.explanation import explanation
 from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
@@ -67,7 +68,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         catalog: LiveCatalog,
         histories: Histories,
         envelope: Envelope,
-        prefixes: RecommenderPrefixBuilder,
+        prefixes: RecommenderPrefixBuilder | None,
         dense_weight: float,
         outcomes: tuple[str, ...],
         auto: Mapping[str, AutoSetting],
@@ -77,7 +78,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         Args:
             engine, catalog, histories: As in `ItemService`.
             envelope: Makes the fields that all answers share.
-            prefixes: Builds the prefix from a history.
+            prefixes: Builds the prefix from a history; None if the bundle holds no recommender, and
+                only the lists are offered.
             dense_weight: Weight of the dense head for requests that do not set one.
             outcomes: Names of the outcomes that the retriever was trained on.
             auto: What validation chose for `auto`, by column; empty without a calibration.
@@ -90,6 +92,14 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self.chooser = StrategyChooser(engine.selectable)
         self.illegal_items = 0
         self._envelope = envelope
+
+    def check_model(self) -> None:
+        """Raises UnknownModel if the bundle holds no recommender."""
+        if self.prefixes is None:
+            raise UnknownModel(
+                "this bundle holds no recommender; train one with recserve train recommender "
+                f"--bundle BUNDLE, or ask for strategy {' or '.join(LISTS)}"
+            )
 
     def begin_batch(
         self, bodies: Sequence[RecommendRequest], request_id: str, deadline_s: float | None = None
@@ -141,6 +151,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 builder.degraded.append("cold_start")
             call.watch.features_done()
             return Prepared((), finish)
+        assert self.prefixes is not None
         query = SlateQuery(
             prefix=self.prefixes.build(snapshot, history.rows),
             trie=snapshot.trie,
@@ -166,7 +177,14 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         return Prepared(queries, finish)
 
     def _plan(self, body: RecommendRequest, deadline_s: float | None) -> SlatePlan:
-        """Resolves how the request is searched. Raises InvalidRequest."""
+        """Resolves how the request is searched.
+
+        Raises:
+            InvalidRequest: If the fields do not fit the bundle's models or each other.
+            UnknownModel: If the search needs a recommender, and the bundle holds none.
+        """
+        if body.strategy not in LISTS:
+            self.check_model()
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
             raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
@@ -229,7 +247,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             raise InvalidRequest(
                 "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {weight}"
             )
-        if weight and not self.prefixes.config.dense_head:
+        if weight and self.prefixes is not None and not self.prefixes.config.dense_head:
             raise InvalidRequest(
                 "dense_weight", f"this recommender has no dense head; expected 0, got {weight}"
             )
@@ -285,7 +303,9 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
     ) -> Explanation | UnsetType:
         if not builder.body.explain:
             return UNSET
-        used = 0 if slate is None else self.prefixes.count_used(int(builder.history.rows.size))
+        used = 0
+        if slate is not None and self.prefixes is not None:
+            used = self.prefixes.count_used(int(builder.history.rows.size))
         return explanation(builder.snapshot.trie, slate, rows, builder.history.num_events, used)
 
     def _count_illegal(self, count: int) -> None:

@@ -119,7 +119,7 @@ class Service:
             networks: Its networks.
             catalog: Its live catalogue.
             histories: The stored events of users.
-            recommender: Answers recommend requests; None if the bundle has no recommender.
+            recommender: Answers recommend requests; None without a bundle.
             ranker: Answers rank requests; None if no model of the bundle can rank.
             signer: Signs attribution tokens.
         """
@@ -203,16 +203,15 @@ class Service:
             )
             signer = _signer(options, replaced)
             shared = engine, catalog, histories, Envelope(signer, bundle.manifest.model_version)
-            recommender = ranker = None
-            if item_prefixes is not None:
-                retriever, settings = networks.heads.retriever, bundle.manifest.recommender
-                recommender = RecommendService(
-                    *shared,
-                    item_prefixes,
-                    dense_weight=float(settings.get("dense_weight", 0.0)),
-                    outcomes=() if retriever is None else retriever.config.outcomes,
-                    auto=read_auto(settings),
-                )
+            retriever, settings = networks.heads.retriever, bundle.manifest.recommender
+            recommender = RecommendService(
+                *shared,
+                item_prefixes,
+                dense_weight=float(settings.get("dense_weight", 0.0)),
+                outcomes=() if retriever is None else retriever.config.outcomes,
+                auto=read_auto(settings),
+            )
+            ranker = None
             if scorers := _make_scorers(networks, item_prefixes, ranker_prefixes):
                 ranker = RankService(*shared, scorers)
             service = Service(
@@ -312,11 +311,7 @@ class Service:
         """Answers recommend requests."""
         _ = self.bundle
         self._check_open()
-        if self._recommender is None:
-            raise UnknownModel(
-                "this bundle holds no recommender, which the lists popular and latest need too; "
-                "train one with recserve train recommender --bundle BUNDLE"
-            )
+        assert self._recommender is not None
         return self._recommender
 
     @property

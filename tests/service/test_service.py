@@ -463,14 +463,42 @@ def test_a_bundle_without_models_says_so(tmp_path):
     bundle = tiny_bundle(tmp_path, ranker=False, recommender=False)
     service = Service.open(bundle, device="cpu")
     assert (tmp_path / "bundle.history").is_dir()
-    with pytest.raises(UnknownModel):
-        recommend(service, "u")
+    for name in (*strategy_classes(), "auto"):
+        with pytest.raises(UnknownModel, match="or ask for strategy popular or latest"):
+            recommend(service, "u", strategy=name)
     with pytest.raises(UnknownModel):
         rank(service, "u", ["i"])
     assert service.models() == []
     service.close()
     with pytest.raises(ServiceClosed):
         recommend(service, "u")
+
+
+@pytest.mark.parametrize("ranker", [False, True])
+def test_the_lists_need_no_recommender(tmp_path, ranker):
+    """On its first day a service has items and events. The lists are those of a trained bundle."""
+    bare, trained = (tmp_path / name for name in ("bare", "trained"))
+    bundles = tiny_bundle(bare, ranker, recommender=False), tiny_bundle(trained)
+    answers = []
+    for bundle in bundles:
+        with Service.open(bundle, device="cpu") as service:
+            user = service.samples(1, 1)["users"][0]
+            (seen, *_) = seen_items(service, user)
+            title = service.item(seen).categories[0]
+            asked = [
+                {"strategy": "popular", "k": 7},
+                {"strategy": "latest", "k": 7, "exclude": Exclude(seen=False)},
+                {"strategy": "popular", "filter": {"eq": ["category", title]}, "explain": True},
+            ]
+            service.add_events(view("new user", seen))
+            slates = [recommend(service, user, **each) for each in asked]
+            slates.append(recommend(service, strategy="popular", k=1))
+            answers.append([[item.item_id for item in slate.items] for slate in slates])
+            assert {slate.strategy for slate in slates} == {"popular", "latest"}
+            assert not any("no_model_items" in slate.degraded for slate in slates)
+            with pytest.raises(InvalidRequest, match="does not use it"):
+                recommend(service, user, strategy="popular", dense_weight=1.0)
+    assert answers[0] == answers[1] and len(answers[0][0]) == 7
 
 
 @pytest.mark.parametrize("model", ["recommender", "ranker"])
