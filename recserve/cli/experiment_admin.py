@@ -127,7 +127,8 @@ def print_experiment(one: dict[str, Any]) -> None:
 
     from recserve.experiments.serving.verdict import SAMPLE_RATIO_ALARM
 
-    state = one["status"].replace("_", " ") + (f": {one['reason']}" if one["reason"] else "")
+    status, reason = one["status"].replace("_", " "), one["reason"] or ""
+    state = reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": ")
     title = f"{one['name']} ({one['mode']}, coverage {one['coverage']:g}): {state}"
     table = Table(title=Text(title), title_justify="left")
     for heading in ("arm", "weight", "requests", "errors", "empty", "p50 ms", "p99 ms", "95 %"):
@@ -140,7 +141,7 @@ def print_experiment(one: dict[str, Any]) -> None:
             *(str(arm[name]) for name in ("requests", "errors", "empty")),
             _number(arm["p50_ms"]),
             _number(arm["p99_ms"]),
-            f"{low} to {high}",
+            "-" if low == high == "-" else f"{low} to {high}",
         )
     console = Console()
     console.print(table)

@@ -41,7 +41,7 @@ def test_list_stop_and_start(client):
     listed = invoke("list", url)
     assert listed.exit_code == 0 and "speed (split, coverage 1): running" in listed.stdout
     stopped = invoke("stop", url, "speed", "--key", ADMIN)
-    assert stopped.exit_code == 0 and "stopped by an operator" in stopped.stdout
+    assert stopped.exit_code == 0 and "coverage 1): stopped by an operator" in stopped.stdout
     found = json.loads(invoke("list", url, "--json").stdout)
     assert found == client.get("/v1/experiments").json()
     assert found["experiments"][0]["status"] == "stopped"
