@@ -49,7 +49,13 @@ def test_what_needs_a_model_says_which(client, path, body):
     assert (said.status_code, said.json()["error"]["code"]) == (404, "unknown_model")
 
 
-@pytest.mark.parametrize("strategy", ["popular", "latest", "auto"])
-def test_without_a_recommender_a_slate_says_which_command_makes_one(client, strategy):
-    said = client.post("/v1/recommend", json={"strategy": strategy, "k": 3}).json()["error"]
+def test_without_a_recommender_a_slate_says_which_command_makes_one_and_what_is_there(client):
+    said = client.post("/v1/recommend", json={"history": ["item000001"], "k": 3}).json()["error"]
     assert "recserve train recommender" in said["message"] and "popular" in said["message"]
+
+
+@pytest.mark.parametrize("strategy", ["popular", "latest"])
+def test_the_lists_are_served(client, strategy):
+    said = client.post("/v1/recommend", json={"strategy": strategy, "k": 3}).json()
+    assert said["strategy"] == strategy and len(said["items"]) == 3
+    assert {item["source"] for item in said["items"]} == {strategy}
