@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -19,8 +20,9 @@ from recserve.cli.app import app
 from recserve.schemas.items import Exclude, RecommendRequest, RecommendResponse
 from recserve.service import Service
 from recserve.service.auto_strategy import read_auto
-from recserve.training.auto_choice import choose_auto, fastest_near
+from recserve.training.auto_choice import Candidate, Goal, choose_auto, take
 from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+from recserve.training.evaluation.intervals import Figure
 from tests.support.tiny_bundle import shared_bundle
 
 CHOSEN = {
@@ -54,7 +56,9 @@ def test_the_choice_is_the_best_of_its_evidence(tmp_path: Path) -> None:
     assert set(choices) == set(read_auto(opened.manifest.recommender)) == {"kept", "filtered"}
     evidence = opened.manifest.recommender["auto_evidence"]
     for column, choice in choices.items():
-        assert choice.chosen == choice.candidates[0] and choice.users == 25
+        assert choice.users == 25
+        best, chosen = choice.candidates[0], choice.chosen
+        assert chosen.strategy == best.strategy and chosen in choice.candidates
         values = [each.ndcg.value for each in choice.candidates]
         assert values == sorted(values, reverse=True)
         assert {each.strategy for each in choice.candidates} >= {"beam", "nezha"}
@@ -73,15 +77,48 @@ def test_the_choice_is_the_best_of_its_evidence(tmp_path: Path) -> None:
         assert f"{column}: {choice.chosen.strategy}, dense weight" in measured.strategy
 
 
-def test_latency_takes_the_fastest_that_is_near() -> None:
+def candidates(
+    *given: tuple[str, float, float, float],
+) -> tuple[list[Candidate], list[NDArray[np.float64]]]:
+    """Candidates of a strategy, a weight, a mean NDCG and a time, with noise among users."""
     noise = np.random.default_rng(0)
-    best = noise.random(400)
-    near = best + noise.normal(0, 0.1, 400) - 0.001
-    far = best + noise.normal(0, 0.1, 400) - 0.05
-    gains = [near, best, far]
-    assert fastest_near(1, gains, [2.0, 3.0, 1.0]) == 0
-    assert fastest_near(1, gains, [4.0, 3.0, 1.0]) == 1
-    assert fastest_near(1, [best, best], [1.0, 1.0]) == 0
+    users = noise.random(400)
+    found, gains = [], []
+    for strategy, weight, ndcg, ms in given:
+        own = noise.normal(0, 0.1, 400)
+        gains.append(users + own - own.mean() + ndcg)
+        figures = [Figure(value, value, value) for value in (ndcg, 0.0, ms)]
+        found.append(Candidate(strategy, weight, *figures))
+    return found, gains
+
+
+@pytest.mark.parametrize("goal", ["quality", "latency"])
+def test_the_middle_of_the_weights_that_are_near_the_best_is_taken(goal: Goal) -> None:
+    """One standard error is .007. The best weight is an outer one by chance."""
+    found, gains = candidates(
+        ("beam", 0.0, -0.05, 1.0),
+        ("beam", 20.0, -0.002, 4.0),
+        ("beam", 0.5, 0.0, 2.0),
+        ("beam", 5.0, -0.001, 3.0),
+        ("beam", 100.0, -0.04, 1.0),
+    )
+    assert found[take(goal, found, gains)].dense_weight == 5.0
+    two, gains = candidates(("beam", 1.0, 0.0, 1.0), ("beam", 2.0, -0.001, 1.0))
+    assert two[take(goal, two, gains)].dense_weight == 2.0
+    one, gains = candidates(("beam", 1.0, -0.05, 1.0), ("beam", 2.0, 0.0, 2.0))
+    assert one[take(goal, one, gains)].dense_weight == 2.0
+
+
+def test_the_goal_decides_the_strategy() -> None:
+    found, gains = candidates(
+        ("beam", 2.0, 0.0, 5.0),
+        ("nezha", 2.0, -0.003, 2.0),
+        ("nezha", 5.0, -0.001, 1.5),
+        ("nezha", 20.0, -0.05, 1.0),
+        ("dense", 0.0, -0.04, 0.5),
+    )
+    assert found[take("quality", found, gains)].strategy == "beam"
+    assert take("latency", found, gains) == 2
 
 
 @pytest.fixture
