@@ -110,61 +110,31 @@ def simulate(
         clicks = drawn.poisson(ready[user])
     else:
         clicks = (drawn.random(answers) < ready[user]).astype(np.int64)
+    parts = [(arm * NUM_BUCKETS, clicks)]  # first bucket of each user, and clicks of each answer
+    compare = compare_rates
     if world.interleaved:
-        return simulate_teams(world, lift, smallest, user, clicks, drawn)
-    cell = arm * NUM_BUCKETS + drawn.integers(0, NUM_BUCKETS, world.users)
+        taste = drawn.beta(2.0, 2.0 / lift, world.users)  # a user's share of clicks on team 1
+        treated = drawn.binomial(clicks, taste[user])
+        parts = [(0 * arm, clicks - treated), (0 * arm + NUM_BUCKETS, treated)]
+        compare = compare_teams
+    group = drawn.integers(0, NUM_BUCKETS, world.users)
     shown, clicked = (np.zeros(2 * NUM_BUCKETS, np.int64) for _ in range(2))
     begin, end = 0, FIRST
     while begin < answers:
         end = min(end, answers)
-        cells = cell[user[begin:end]]
-        np.add.at(shown, cells, 1)
-        np.add.at(clicked, cells, clicks[begin:end])
+        for first, counted in parts:
+            cells = (first + group)[user[begin:end]]
+            np.add.at(shown, cells, 1)
+            np.add.at(clicked, cells, counted[begin:end])
         control, treatment = (
             RateSums(shown[half], clicked[half])
             for half in (slice(NUM_BUCKETS), slice(NUM_BUCKETS, None))
         )
-        found = compare_rates(control, treatment, smallest)
+        found = compare(control, treatment, smallest)
         if found is not None and found.excludes_zero:
             return Result(found.relative[0], end)
         begin, end = end, int(np.ceil(end * STEP))
     return Result(None, answers)
-
-
-def simulate_teams(
-    world: World,
-    lift: float,
-    smallest: float,
-    user: np.ndarray,
-    clicks: np.ndarray,
-    drawn: np.random.Generator,
-) -> Result:
-    """One experiment of interleaved slates, with the same looks.
-
-    Args:
-        world: The users.
-        lift: Clicks on the items of the treatment over those of the control's, mean over users.
-        smallest: Smallest relative change of interest, as in the settings.
-        user: [answers] user of each answer.
-        clicks: [answers] clicks on the items of both teams.
-        drawn: Source of randomness.
-    """
-    taste = drawn.beta(2.0, 2.0 / lift, world.users)  # share of the user's clicks on the treatment
-    treated = drawn.binomial(clicks, taste[user])
-    group = drawn.integers(0, NUM_BUCKETS, world.users)[user]
-    shown, first, second = (np.zeros(NUM_BUCKETS, np.int64) for _ in range(3))
-    begin, end = 0, FIRST
-    while begin < len(user):
-        end = min(end, len(user))
-        part = slice(begin, end)
-        np.add.at(shown, group[part], 1)
-        np.add.at(first, group[part], (clicks - treated)[part])
-        np.add.at(second, group[part], treated[part])
-        found = compare_teams(RateSums(shown, first), RateSums(shown, second), smallest)
-        if found is not None and found.excludes_zero:
-            return Result(found.relative[0], end)
-        begin, end = end, int(np.ceil(end * STEP))
-    return Result(None, len(user))
 
 
 def spread(world: World, answers: int, drawn: np.random.Generator) -> float:
