@@ -113,7 +113,7 @@ class LocalWorkers:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.process.wait(END_WAIT_S)
+            worker.process.wait()  # on a busy machine, even a killed process takes its time
         self._workers.clear()
 
     def _start(self) -> _Worker:
@@ -149,11 +149,12 @@ class LocalWorkers:
         """Waits for the next message. Raises what a worker reports."""
         worker, message = self._messages.get()
         if message is None:
-            status = worker.process.wait(END_WAIT_S)
-            told = f"signal {-status}" if status < 0 else f"status {status}"
-            raise WorkerFailed(
-                f"a worker process ended with {told}; run the same command again to continue"
-            )
+            try:
+                status = worker.process.wait(END_WAIT_S)
+                told = f"ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
+            except subprocess.TimeoutExpired:
+                told = f"says nothing any more, and did not end within {END_WAIT_S:g} s"
+            raise WorkerFailed(f"a worker process {told}; run the same command again to continue")
         if "failed" in message:
             raise (WrongOption if message["usage"] else WorkerFailed)(message["failed"])
         return worker, message

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recserve.batch import processes
 from recserve.batch.arrow import RowsRejected, slates
 from recserve.batch.generate import ANSWERS, Defaults
 from recserve.batch.job import Job, run
@@ -125,6 +126,18 @@ def test_a_worker_that_is_killed_ends_the_job_and_says_how_to_continue(recipe, c
     with here(recipe) as alone:
         assert 2 <= run(job, alone).resumed < 8
     assert files(job.output) == files(output)
+
+
+def test_a_worker_that_says_nothing_and_lives_fails_the_job(recipe, monkeypatch):
+    mute = [sys.executable, "-c", "import os, time; os.dup2(2, 1); time.sleep(60)"]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen(mute, **options))
+    # On a busy machine no limit is long enough, even after a kill.
+    monkeypatch.setattr(processes, "END_WAIT_S", 0.0)
+    workers = LocalWorkers(recipe)
+    with pytest.raises(WorkerFailed, match="says nothing any more.*run the same command again"):
+        workers.begin(lock=1)
+    workers.close()
 
 
 def test_the_job_records_what_determines_its_bytes(recipe, calm):
