@@ -1,4 +1,4 @@
-"""Reads files that may come from anywhere: model folders, drafters, tokenizers and bundles.
+"""Reads files that may come from anywhere, and writes files that are complete or absent.
 
 A path may be a FIFO, which blocks its reader for ever, and a JSON file may hold anything. All
 loaders read their files here, so that each of them refuses the same things in the same words.
@@ -7,11 +7,17 @@ loaders read their files here, so that each of them refuses the same things in t
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 35 MB
+TEMPORARY = ".tmp-"  # how the names of unfinished files begin
 
 
 class UnreadableFile(ValueError):
@@ -90,3 +96,61 @@ def gguf_hint(folder: Path) -> str:
         f"; {found[0].name} is a GGUF file of llama.cpp, which is not read: use the Hugging Face "
         "folder that it was made from"
     )
+
+
+@contextmanager
+def whole_file(path: Path, shared: bool = False) -> Iterator[Path]:
+    """Yields the path of an empty file, which replaces `path` when the block ends.
+
+    Readers find the old file or the new one, never a part, even after a power failure. The file has
+    the permissions that the umask leaves, although safetensors writes files for their owner alone.
+    If the block raises, the old file stays.
+
+    Args:
+        path: The file; its folder exists.
+        shared: True if several processes may replace the file at once. What a killed one leaves is
+            then a file of its own, which the next one does not overwrite.
+    """
+    aside = path.with_name(
+        f"{TEMPORARY}{os.getpid()}-{path.name}" if shared else TEMPORARY + path.name
+    )
+    try:
+        aside.unlink(missing_ok=True)
+        aside.touch(exist_ok=False)
+        mode = stat.S_IMODE(aside.stat().st_mode)
+        yield aside
+        aside.chmod(mode)
+        sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of files, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yields a hidden temporary folder that is renamed to `out` when the block ends.
+
+    If the block raises, the temporary folder is deleted.
+
+    Args:
+        out: Path of the folder. It must be free when the block ends.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.replace(out)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

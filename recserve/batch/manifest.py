@@ -24,8 +24,9 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from recserve.batch.part import ERRORS_FOLDER, PART_NAME, TEMPORARY, JobPart, hash_file, sync
+from recserve.batch.part import ERRORS_FOLDER, PART_NAME, JobPart, hash_file
 from recserve.batch.source import Partition
+from recserve.files import TEMPORARY, whole_file
 
 log = logging.getLogger(__name__)
 
@@ -194,11 +195,8 @@ class OutputFolder:
 
     def _write(self, name: str, text: str) -> None:
         """Replaces a file of the folder, which then is complete or unchanged."""
-        temporary = self.path / f"{TEMPORARY}{name}"
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        temporary.replace(self.path / name)
-        sync(self.path)
+        with whole_file(self.path / name) as new:
+            new.write_text(text, encoding="utf-8")
 
 
 def check_output(path: Path, overwrite: bool) -> None:

@@ -7,7 +7,6 @@ the models and the options of the job, and on nothing that was computed before.
 from __future__ import annotations
 
 import hashlib
-import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.batch.source import LINE, Partition, read
+from recserve.files import TEMPORARY, sync
 
 ERRORS_FOLDER = "_errors"
-TEMPORARY = ".tmp-"
 ROW_GROUP_ROWS = 65_536
 PART_NAME = r"part-[0-9]{5,12}\.(parquet|jsonl)"
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -211,12 +210,3 @@ def hash_file(path: Path) -> str:
     """Returns the sha256 of a file, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of files, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 
 from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle, BundleError
-from recserve.bundle.new_folder import new_folder
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.semantic_ids import CodeReport, SemanticIds, build_semantic_ids
@@ -30,6 +29,7 @@ from recserve.features.vectors.vectors import (
     join_vectors,
     read_vectors,
 )
+from recserve.files import new_folder
 
 LEVELS = 4
 CODES = 256

@@ -25,6 +25,7 @@ from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.vectors.quantizer import Quantizer, load_quantizer
 from recserve.features.vectors.text_encoder import TextEncoder
+from recserve.files import whole_file
 
 FORMAT = "recserve-bundle/1"
 MANIFEST = "manifest.json"
@@ -378,7 +379,8 @@ class Bundle:
             sections={**self.manifest.sections, section: dict(values)},
         )
         self._hashed = {}
-        self._write()
+        with whole_file(self.root / MANIFEST, shared=True) as new:
+            new.write_text(self.manifest.to_json(), encoding="utf-8")
 
     def _verify(self, name: str) -> HashedFile:
         """Compares a file with its sha256. Raises BundleError."""
@@ -404,26 +406,6 @@ class Bundle:
             if path.is_symlink():
                 raise BundleError(f"{path}: a link; a bundle holds plain files only")
         return path
-
-    def _write(self) -> None:
-        """Replaces the manifest and gives all its files the manifest's permissions.
-
-        safetensors writes files that only their owner can read.
-        """
-        temporary = self.root / f".{MANIFEST}.{os.getpid()}"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(self.manifest.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        mode = temporary.stat().st_mode & 0o777
-        for name in self.manifest.files:
-            self._inside(name).chmod(mode)
-        temporary.replace(self.root / MANIFEST)
-        folder = os.open(self.root, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _entry(name: str, entry: Any) -> FileEntry:

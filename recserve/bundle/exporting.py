@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.bundle.bundle import Bundle, BundleError
-from recserve.bundle.new_folder import new_folder
+from recserve.files import new_folder
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.recommender import BOS, Recommender, load_recommender
 from recserve.models.saving import save_language_model

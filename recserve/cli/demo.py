@@ -29,11 +29,11 @@ from rich.text import Text
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.bundle.new_folder import new_folder
 from recserve.cli.terminal import format_count, ranking_table, slate_table, timing_line, titles
 from recserve.config import ServerConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import SchemaError
+from recserve.files import new_folder
 from recserve.schemas.items import (
     Candidate,
     RankRequest,

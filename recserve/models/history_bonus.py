@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from recserve.files import regular_file
+from recserve.files import regular_file, whole_file
 from recserve.kernels.host import on_device
 
 FILE = "history_bonus.safetensors"
@@ -131,7 +131,8 @@ class HistoryBonus:
             "links": self.links,
             "repeat": np.array([self.repeat]),
         }
-        save_file(arrays, folder / FILE)
+        with whole_file(folder / FILE) as new:
+            save_file(arrays, new)
 
 
 def load_history_bonus(folder: Path, num_items: int) -> HistoryBonus | None:

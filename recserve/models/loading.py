@@ -32,6 +32,7 @@ from recserve.models.config import (
     DecoderConfig,
     RopeFactors,
     RopeScaling,
+    check_number,
 )
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
@@ -397,12 +398,12 @@ def read_number(
     Raises:
         UnsupportedModel: If it is none, or outside the bounds of NUMBERS or FACTOR.
     """
-    given, (least, most) = fields.get(name), NUMBERS.get(name, FACTOR)
+    given = fields.get(name)
     value: Any = default if given is None else given
-    if type(value) not in (int, float) or not least <= value <= most:
-        raise UnsupportedModel(
-            f"{file}: {name} is {value!r:.80}; a number from {least:g} to {most:g} is needed"
-        )
+    try:
+        check_number(name, value, NUMBERS.get(name, FACTOR))
+    except ValueError as error:
+        raise UnsupportedModel(f"{file}: {error}") from None
     return float(value)
 
 
@@ -480,10 +481,10 @@ def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
     if name in OUTSIDE:
         return read(OUTSIDE[name])
     _, _, layer, part, last = name.split(".")
-    return joined(f"model.layers.{layer}.", part, last, read)
+    return read_part(f"model.layers.{layer}.", part, last, read)
 
 
-def joined(prefix: str, part: str, last: str, read: Callable[[str], Tensor]) -> Tensor:
+def read_part(prefix: str, part: str, last: str, read: Callable[[str], Tensor]) -> Tensor:
     """Returns one of our tensors of a layer.
 
     Args:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_json_object, regular_file
+from recserve.files import read_json_object, regular_file, whole_file
 from recserve.models.attention import Attend
 from recserve.models.config import NORM_EPS, check_number
 from recserve.models.decoder import Silu
@@ -310,9 +310,8 @@ def save_ranker(model: Ranker, directory: str | Path) -> None:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(model.state_dict(), folder / WEIGHTS_FILE)
-    new = folder / f"{CONFIG_FILE}.new"
-    new.write_text(json.dumps(model.config.to_dict(), indent=1), encoding="utf-8")
-    new.replace(folder / CONFIG_FILE)
+    with whole_file(folder / CONFIG_FILE) as new:
+        new.write_text(json.dumps(model.config.to_dict(), indent=1), encoding="utf-8")
 
 
 def load_ranker(

@@ -8,7 +8,6 @@ epoch).
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,11 +76,7 @@ def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_state(state.optimizers).items()}
     header = {"run": json.dumps(state.counters()), "recipe": json.dumps(recipe, sort_keys=True)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    write_tensors(tensors, temporary, header)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_tensors(tensors, path, header)
 
 
 def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None:

@@ -210,6 +210,14 @@ def test_offsets_need_a_smaller_vocabulary(kind, folder, target):
         load(kind, folder, target)
 
 
+@pytest.mark.parametrize("kind", ["eagle-3", "dflash"])
+def test_drafted_tokens_have_one_table(kind, folder, target):
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"token_map": torch.arange(8)}, file)
+    with pytest.raises(UnsupportedModel, match="'token_map' that has no place"):
+        load(kind, folder, target)
+
+
 @pytest.mark.parametrize("name", ["d2t", "t2d", "token_map"])
 def test_a_table_of_tokens_has_integers(name, tmp_path):
     path = tmp_path / "a.safetensors"

@@ -1,5 +1,6 @@
 """Files of weights: whole, as readable as their neighbours, and free of shared memory."""
 
+import ast
 import os
 import stat
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from recserve.files import TEMPORARY, whole_file
 from recserve.models.saving import save_language_model
 from recserve.models.write_tensors import write_tensors
 from tests.support.drafter_folders import uneven_model, write_drawn
+from tests.support.paths import ROOT
 
 DRAFTERS = ("eagle-1", "eagle-3", "mtp", "medusa", "specformer", "dflash", "jetspec")
 
@@ -31,6 +34,25 @@ def test_a_file_has_the_permissions_of_any_new_file(tmp_path, umask):
     path.chmod(0o600)
     write_tensors({"x": torch.ones(2)}, path)
     assert modes(tmp_path) == {"model.safetensors": 0o666 & ~umask}
+
+
+def test_what_a_killed_process_left_is_overwritten(tmp_path):
+    path = tmp_path / "model.safetensors"
+    (tmp_path / f"{TEMPORARY}model.safetensors").write_bytes(b"half")
+    write_tensors({"x": torch.ones(2)}, path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_nobody_finds_a_part_of_a_file(tmp_path):
+    """Two processes may replace a shared file at once; here, one does while the other writes."""
+    path = tmp_path / "counts"
+    path.write_bytes(b"old")
+    with whole_file(path, shared=True) as new:
+        new.write_bytes(b"ne")
+        assert path.read_bytes() == b"old"
+        assert new.name.startswith(TEMPORARY) and str(os.getpid()) in new.name
+        new.write_bytes(b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
 
 
 def test_views_of_one_tensor_and_strings_are_read_back(tmp_path):
@@ -55,6 +77,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         write_tensors({"x": torch.zeros(2)}, path)
     with safe_open(path, "pt") as file:
         assert file.get_tensor("x").tolist() == [1, 1]
+
+
+def test_all_safetensors_files_are_written_whole():
+    """safetensors writes a file in place, readable for its owner alone."""
+    calls = whole = 0
+    for source in (ROOT / "recserve").rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            calls += getattr(getattr(node, "func", None), "id", "") == "save_file"
+            if isinstance(node, ast.With) and "whole_file(" in ast.unparse(node.items[0]):
+                whole += ast.unparse(node).count(" save_file(")
+    assert calls == whole >= 8
 
 
 @pytest.mark.parametrize("kind", ["language model", *DRAFTERS])

@@ -87,7 +87,7 @@ def test_loss_falls_and_a_picture_is_left(tmp_path: Path, pictures: None) -> Non
     report = fit(Line(), replace(SCHEDULE, epochs=20), OPTIONS, tmp_path, quiet())
     assert report.metrics["score"] > report.history[0].metrics["score"]
     assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_best_epoch_is_kept_and_all_are_trained(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from recserve.files import whole_file
 from recserve.schemas.experiments import Status
 
 log = logging.getLogger(__name__)
@@ -157,10 +157,6 @@ class SavedCounts:
         if idle and not self._closing.is_set():
             return
         path = self.folder / f"{one.name}{SUFFIX}"
-        aside = path.with_name(f".{path.name}.tmp")
-        with aside.open("wb") as file:
-            file.write(msgspec.msgpack.encode(saved))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        with whole_file(path) as new:
+            new.write_bytes(msgspec.msgpack.encode(saved))
         self._written[one.name] = saved

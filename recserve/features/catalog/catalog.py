@@ -20,7 +20,7 @@ from recserve.features.catalog.item_times import ItemTimes
 from recserve.features.catalog.semantic_ids import SemanticIds
 from recserve.features.tables.items import ItemTable, item_table
 from recserve.features.tables.parquet import SchemaError, read_table
-from recserve.files import UnreadableFile, regular_file
+from recserve.files import UnreadableFile, regular_file, whole_file
 
 SEMANTIC_ID, POPULARITY = "__semantic_id", "__popularity"
 METADATA_KEY = b"recserve"
@@ -127,7 +127,8 @@ class Catalog:
         }
         table = table.replace_schema_metadata({METADATA_KEY: json.dumps(header).encode()})
         pq.write_table(table, table_path, compression="zstd")
-        save_file({"vectors": np.ascontiguousarray(self.vectors, np.float32)}, vectors_path)
+        with whole_file(vectors_path) as new:
+            save_file({"vectors": np.ascontiguousarray(self.vectors, np.float32)}, new)
 
     @staticmethod
     def load(table_path: Path, vectors_path: Path, version: str) -> Catalog:

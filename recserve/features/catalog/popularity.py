@@ -10,7 +10,6 @@ outlive a new vector of the item and a rollback.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file, save_file
 
 from recserve.features.tables.arrays import are_among
-from recserve.files import UnreadableFile, regular_file
+from recserve.files import UnreadableFile, regular_file, whole_file
 
 HALF_LIFE_S = 7 * 86_400.0
 MAX_TOUCHED = 1024  # items with new events that are sorted into the order at each use
@@ -45,16 +44,9 @@ class SavedCounts:
     def save(self, path: Path) -> None:
         """Replaces a file atomically. Raises OSError."""
         since = np.array([self.since_us], np.int64)
-        new = path.with_name(f"{path.name}.{os.getpid()}.new")
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with new.open("wb") as file:
-                file.write(save({"keys": self.keys, "counts": self.counts, "since_us": since}))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
-        finally:
-            new.unlink(missing_ok=True)
+        with whole_file(path, shared=True) as new:
+            save_file({"keys": self.keys, "counts": self.counts, "since_us": since}, new)
 
     @staticmethod
     def load(path: Path) -> SavedCounts:

@@ -7,7 +7,6 @@ candidate's own event, which would otherwise reveal the label.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from recserve.features.tables.arrays import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.cooccurrence import neighbours
-from recserve.files import UnreadableFile, read_json_object, regular_file
+from recserve.files import UnreadableFile, read_json_object, regular_file, whole_file
 
 MAX_VECTOR_SIZE = 256
 FARTHEST = 1e6  # standard deviations; squares of much larger values overflow in the ranker
@@ -195,12 +194,10 @@ class RankingTables:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         fitted = {name: np.ascontiguousarray(np.asarray(getattr(self, name))) for name in FITTED}
-        save_file(fitted, folder / "features.safetensors.new")
-        (folder / "features.json.new").write_text(
-            json.dumps(asdict(self.settings)), encoding="utf-8"
-        )
-        for name in ("features.safetensors", "features.json"):
-            os.replace(folder / f"{name}.new", folder / name)
+        with whole_file(folder / "features.safetensors") as new:
+            save_file(fitted, new)
+        with whole_file(folder / "features.json") as new:
+            new.write_text(json.dumps(asdict(self.settings)), encoding="utf-8")
 
     @staticmethod
     def load(directory: str | Path, items: ItemTable, vectors: np.ndarray) -> RankingTables:

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from recserve.files import regular_file
+from recserve.files import regular_file, whole_file
 
 EDGES = 64
 WIDE_DIM = 1024
@@ -71,7 +71,8 @@ class ItemLinks:
 
     def save(self, path: Path) -> None:
         """Writes a safetensors file."""
-        save_file({"neighbours": self.neighbours, "entries": self.entries}, path)
+        with whole_file(path) as new:
+            save_file({"neighbours": self.neighbours, "entries": self.entries}, new)
 
     @staticmethod
     def load(path: Path) -> ItemLinks:

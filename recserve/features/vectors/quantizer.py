@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recserve.features.vectors.faiss_threads import one_thread
-from recserve.files import UnreadableFile, read_json_object, regular_file
+from recserve.files import UnreadableFile, read_json_object, regular_file, whole_file
 
 MAX_LEVELS = 64
 MAX_CODES = 65_536
@@ -311,7 +311,8 @@ def _check_width(vectors: np.ndarray, dim: int) -> np.ndarray:
 def _write(folder: Path, config: dict[str, object], arrays: dict[str, np.ndarray]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(arrays, folder / "quantizer.safetensors")
+    with whole_file(folder / "quantizer.safetensors") as new:
+        save_file(arrays, new)
 
 
 def _config(folder: Path) -> dict[str, object]:

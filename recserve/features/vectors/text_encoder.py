@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recserve.features.tables.items import ItemTable
-from recserve.files import read_json, regular_file
+from recserve.files import read_json, regular_file, whole_file
 
 TOKEN_PATTERN = r"[^\W_]{2,}|c:\S+"
 TOKENS = re.compile(TOKEN_PATTERN)
@@ -66,7 +66,8 @@ class TextEncoder:
         (folder / "terms.json").write_text(
             json.dumps(self.terms, ensure_ascii=False), encoding="utf-8"
         )
-        save_file({"idf": self.idf, "components": self.components}, folder / "text.safetensors")
+        with whole_file(folder / "text.safetensors") as new:
+            save_file({"idf": self.idf, "components": self.components}, new)
 
     @staticmethod
     def load(folder: Path) -> TextEncoder:

@@ -54,11 +54,11 @@ from recserve.models.drafters.network_files import (
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import (
     UnsupportedModel,
-    joined,
     read_flag,
     read_json,
     read_names,
     read_object,
+    read_part,
     read_tensors,
     read_whole,
     tensor_files,
@@ -324,7 +324,7 @@ def _assemble(config: EagleConfig, name: str, read: Callable[[str], Tensor]) -> 
     if first != "layers":
         return read((OUTSIDE if config.fused else OUTSIDE_HASS).get(name, name))
     layer, part, last = rest
-    return joined(f"layers.{layer}.", part, last, read)
+    return read_part(f"layers.{layer}.", part, last, read)
 
 
 def save_eagle(network: Eagle, folder: Path) -> None:

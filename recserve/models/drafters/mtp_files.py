@@ -51,12 +51,12 @@ from recserve.models.drafters.network_files import (
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import (
     UnsupportedModel,
-    joined,
     opened_file,
     read_flag,
     read_json,
     read_names,
     read_object,
+    read_part,
     read_tensor,
     read_whole,
     tensor_files,
@@ -349,7 +349,7 @@ def _assemble(
         both = read(f"{at}self_attn.q_proj.weight")
         return _by_heads(both, config, 2)[:, 1].flatten(0, 1)
     else:
-        tensor = joined(at, rest[0], rest[1], partial(_piece, config, read))
+        tensor = read_part(at, rest[0], rest[1], partial(_piece, config, read))
     if "norm" in name and centred:
         tensor = tensor + 1.0
     return tensor

@@ -204,8 +204,13 @@ def read_token_map(
     `d2t` holds offsets, and `t2d` tells which of the target's tokens are drafted.
 
     Raises:
-        UnsupportedModel: If a table is missing, has another length, or contradicts the other.
+        UnsupportedModel: If a table is missing, has another length or name, or contradicts the
+            other.
     """
+    if "token_map" in weights:
+        raise UnsupportedModel(
+            f"{folder} has a tensor 'token_map' that has no place; 'd2t' holds the drafted tokens"
+        )
     offsets, chosen = weights.get("d2t"), weights.get("t2d")
     for name, table, length in (
         ("d2t", offsets, draft_vocab_size),

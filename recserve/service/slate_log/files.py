@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recserve.files import TEMPORARY, sync, whole_file
 from recserve.service.slate_log.records import SCHEMAS
 
 STALE_S = 600.0  # an unfinished file of this age belongs to a process that has died
@@ -32,7 +33,7 @@ class LogFiles:
         """
         self.folder, self.max_bytes = folder, max_bytes
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob(".*.tmp"):
+        for path in folder.glob(f"{TEMPORARY}*"):
             if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink(missing_ok=True)
 
@@ -79,27 +80,12 @@ class LogFiles:
                 self._publish(kept, path)
             else:
                 path.unlink(missing_ok=True)
-        self._sync_folder()
+        sync(self.folder)
 
     def _paths(self) -> list[Path]:
         return [path for kind in SCHEMAS for path in self.folder.glob(f"{kind}-*.parquet")]
 
     def _publish(self, table: pa.Table, path: Path) -> None:
         """Writes aside, syncs and renames, so that no reader sees a part of a file."""
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with aside.open("wb") as file:
-                pq.write_table(table, file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with whole_file(path, shared=True) as new:
+            pq.write_table(table, new, compression="zstd")

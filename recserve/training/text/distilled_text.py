@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recserve.files import UnreadableFile, read_json
+from recserve.files import TEMPORARY, UnreadableFile, read_json, whole_file
 from recserve.models.loading import tensor_files
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.language_model import encode, read_texts
 
 METADATA = "distillation.json"
-TEMPORARY = ".tmp-"
 PART_TOKENS = 2**16
 SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("start", pa.int32())])
 
@@ -256,29 +254,11 @@ def claim(out: Path, facts: dict[str, Any]) -> None:
     for path in out.glob(f"{TEMPORARY}*"):
         path.unlink(missing_ok=True)
     text = json.dumps(facts, indent=1) + "\n"
-    _write(lambda path: path.write_text(text, encoding="utf-8"), out / METADATA)
+    with whole_file(out / METADATA, shared=True) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def publish(table: pa.Table, path: Path) -> None:
     """Writes a part, which is complete or absent."""
-    _write(lambda aside: pq.write_table(table, aside, compression="zstd"), path)
-
-
-def _write(write: Callable[[Path], object], path: Path) -> None:
-    """Writes a file aside, syncs it and renames it, so that it is complete or absent."""
-    aside = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
-    try:
-        write(aside)
-        _sync(aside)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with whole_file(path, shared=True) as new:
+        pq.write_table(table, new, compression="zstd")

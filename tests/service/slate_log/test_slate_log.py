@@ -10,6 +10,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
+from recserve.files import TEMPORARY
 from recserve.schemas.events import EventInput
 from recserve.schemas.items import RecommendResponse
 from recserve.service.attribution import Signer
@@ -243,7 +244,7 @@ def test_a_killed_process_loses_the_buffer_only(tmp_path, lines):
     assert table.num_rows >= written
     times = table.column("time").to_pylist()
     assert times == sorted(times)
-    for path in (tmp_path / "log").glob(".*.tmp"):
+    for path in (tmp_path / "log").glob(f"{TEMPORARY}*"):
         os.utime(path, (0, 0))
     LogFiles(tmp_path / "log", 1 << 30)
     assert all(pq.ParquetFile(path).metadata for path in (tmp_path / "log").iterdir())
