@@ -179,7 +179,7 @@ def test_longrope_is_fixed_by_the_longest_text(positions, tmp_path):
         ({"num_hidden_layers": 2}, "a tensor 'model.layers.2.* no place for"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000; expected at most 1000"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; a number from 1e-30 to 1 "),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; expected a number from 1e-30 to 1"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "theta is nan"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor is None"),
@@ -244,7 +244,7 @@ def test_an_absurd_number_is_refused_with_field_bound_and_value(name, change, tm
     for value in ABSURD:
         path.write_text(json.dumps(fields | change(value)))
         shown = re.escape(repr(value))
-        with pytest.raises(UnsupportedModel, match=rf"{name} is {shown}; a number from .* to "):
+        with pytest.raises(UnsupportedModel, match=rf"{name} is {shown}; expected a number from .* to "):
             load_language_model(tmp_path)
 
 
