@@ -28,7 +28,7 @@ from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.runner import Runner
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import AuxHiddenStates
-from recserve.models.drafters.gated_lora import GatedLora
+from recserve.models.gated_lora import GatedLora
 from recserve.server.run import serve
 
 POISON = 13  # items that a poisoned request asks for; no other one asks for so many

@@ -24,20 +24,18 @@ import numpy as np
 import pyarrow.parquet as pq
 from scipy import stats
 
-from recserve.experiments.report.machine import this_machine
-from recserve.experiments.statistics.blocks import (
-    autocorrelation_time,
-    count_blocks,
-    difference_time,
-    time_blocks,
-)
-from recserve.experiments.statistics.intervals import compare
-from recserve.experiments.statistics.scores import (
+from recserve.experiments.session import this_machine
+from recserve.experiments.statistics import (
     STATISTICS,
     BlockScores,
     Observations,
     Statistic,
+    autocorrelation_time,
+    compare,
+    count_blocks,
+    difference_time,
     sign_test,
+    time_blocks,
 )
 
 STRETCH = 500  # mean length of a resampled stretch, in shots

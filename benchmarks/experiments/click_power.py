@@ -23,8 +23,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from recserve.experiments.report.machine import this_machine
-from recserve.experiments.statistics.conversions import (
+from recserve.experiments.conversions import (
     ALPHA,
     NUM_BUCKETS,
     POWER,
@@ -33,6 +32,7 @@ from recserve.experiments.statistics.conversions import (
     compare_teams,
     plan_experiment,
 )
+from recserve.experiments.session import this_machine
 
 STEP = 1.015  # of the answers between two looks
 FIRST = 100  # answers before the first look

@@ -21,11 +21,10 @@ from statistics import median
 
 from benchmarks.support.baselines.llama_cpp import write_gguf
 from benchmarks.support.baselines.llama_server import llama_server, running
-from recserve.experiments.load.plan import Arm, Design
-from recserve.experiments.load.session import Workload, run_session
-from recserve.experiments.load.targets import find_target
-from recserve.experiments.report.machine import this_machine
-from recserve.experiments.report.measurements import ArmSummary
+from recserve.experiments.load import Arm, Design
+from recserve.experiments.measurements import ArmSummary
+from recserve.experiments.session import Workload, run_session, this_machine
+from recserve.experiments.targets import find_target
 from recserve.models.loading import load_language_model
 
 HEAD = "| at once | server | requests | first token p50 ms | per token p50 ms | tokens/s |"

@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from recserve.experiments.serving.saved_counts import SUFFIX
+from recserve.experiments.saved_counts import SUFFIX
 from recserve.features.history.lmdb_store import copy_store
 from recserve.features.state_files import (
     POPULARITY,

@@ -44,7 +44,7 @@ def list_experiments(
     if report is not None:
         import msgspec
 
-        from recserve.experiments.report.live_page import live_page
+        from recserve.experiments.live_page import live_page
         from recserve.schemas.experiments import ExperimentsResponse
 
         page = live_page(msgspec.convert(found, ExperimentsResponse), url)
@@ -74,7 +74,7 @@ def plan(
     ] = 1.0,
 ) -> None:
     """Compute how long an experiment on clicks has to run."""
-    from recserve.experiments.statistics.conversions import plan_experiment
+    from recserve.experiments.conversions import plan_experiment
 
     weights = (1 / arms,) * arms
     found = plan_experiment(rate, effect, traffic, weights, coverage, spread, power)
@@ -125,7 +125,7 @@ def print_experiment(one: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from recserve.experiments.serving.verdict import SAMPLE_RATIO_ALARM
+    from recserve.experiments.verdict import SAMPLE_RATIO_ALARM
 
     status, reason = one["status"].replace("_", " "), one["reason"] or ""
     state = reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": ")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from recserve.experiments.load.generator import LoadProgress
-    from recserve.experiments.report.document import ReportDocument
-    from recserve.experiments.report.measurements import TextSummary
+    from recserve.experiments.load import LoadProgress
+    from recserve.experiments.measurements import TextSummary
+    from recserve.experiments.report import ReportDocument
 
 Result = TypeVar("Result")
 
@@ -57,8 +57,7 @@ def progress() -> Iterator[Callable[[str, LoadProgress | None], None]]:
 
 def write(result: ReportDocument, report: Path | None, as_json: bool) -> None:
     """Prints the result, and writes the page where one is wanted."""
-    from recserve.experiments.report.document import to_json
-    from recserve.experiments.report.page import page
+    from recserve.experiments.report import page, to_json
 
     if as_json:
         typer.echo(to_json(result).decode())

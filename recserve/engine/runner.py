@@ -16,7 +16,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
-from recserve.models.drafters.gated_lora import GatedLora, MaskRows
+from recserve.models.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker

@@ -19,7 +19,7 @@ from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
-from recserve.models.drafters.gated_lora import GatedLora
+from recserve.models.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft

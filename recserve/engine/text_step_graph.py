@@ -64,7 +64,7 @@ from recserve.engine.text_trees import (
 from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
-from recserve.models.drafters.gated_lora import GatedLora, MaskRows
+from recserve.models.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft

@@ -18,7 +18,7 @@ from recserve.kernels.layers import operators
 from recserve.kernels.layers.reference import HeadNorms
 from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
-from recserve.models.drafters.gated_lora import MaskRows
+from recserve.models.gated_lora import MaskRows
 
 
 class Silu(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import AuxHiddenStates, Decoder
-from recserve.models.drafters.gated_lora import MaskRows
+from recserve.models.gated_lora import MaskRows
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Listener
 
 if TYPE_CHECKING:
-    from recserve.experiments.serving.registry import Experiments
+    from recserve.experiments.registry import Experiments
 
 T = TypeVar("T")
 A = TypeVar("A")

@@ -25,18 +25,17 @@ from starlette.responses import Response
 
 from recserve.config import ConfigError, ServerConfig
 from recserve.core.errors import DeadlineExceeded
-from recserve.experiments.serving.arm_fields import ArmFields
-from recserve.experiments.serving.arm_tally import ArmResult
-from recserve.experiments.serving.experiment import (
+from recserve.experiments.experiment import (
     ARM_HEADER,
     Experiment,
     ForwardingError,
     ServingArm,
 )
-from recserve.experiments.serving.registry import Draw, Experiments
-from recserve.experiments.serving.saved_counts import SavedCounts
-from recserve.experiments.serving.settings import parse_experiments
-from recserve.experiments.serving.team_draft import mark_teams, team_draft
+from recserve.experiments.registry import Draw, Experiments
+from recserve.experiments.saved_counts import SavedCounts
+from recserve.experiments.settings import ArmFields, parse_experiments
+from recserve.experiments.tallies import ArmResult
+from recserve.experiments.team_draft import mark_teams, team_draft
 from recserve.features.state_files import EXPERIMENTS, default_experiments
 from recserve.schemas.experiments import Use
 from recserve.schemas.items import (

@@ -13,7 +13,7 @@ import msgspec
 
 from recserve.client import AnswerTooLarge, ApiError, AsyncClient, ClientOptions, DeadlinePassed
 from recserve.config import MIN_KEY_LENGTH, ConfigError
-from recserve.experiments.serving.experiment import ARM_HEADER, ForwardingError, ServingArm
+from recserve.experiments.experiment import ARM_HEADER, ForwardingError, ServingArm
 from recserve.schemas.items import RankRequest, RecommendRequest
 
 log = logging.getLogger(__name__)

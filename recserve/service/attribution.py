@@ -35,7 +35,7 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
         issued_s: Time of the answer in seconds since 1970.
         experiment: Name of the experiment; empty outside experiments.
         arm: Name of the arm; empty if no single arm answered.
-        teams: Marks of the items of an interleaved slate, see experiments/serving/team_draft.py.
+        teams: Marks of the items of an interleaved slate, see experiments/team_draft.py.
     """
 
     request_id: str

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from recserve.cli import app
-from recserve.experiments.report.live_page import live_page
+from recserve.experiments.live_page import live_page
 from recserve.schemas.experiments import ExperimentsResponse
 from recserve.service import Service
 from tests.support.experiment_answers import experiments

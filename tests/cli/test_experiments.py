@@ -11,7 +11,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from recserve.cli import app
-from recserve.experiments.load import generator
+from recserve.experiments import load
 from recserve.service import Service
 from tests.support.grids import chosen
 from tests.support.http_server import http_server
@@ -32,14 +32,14 @@ def users(tmp_path):
 @pytest.fixture
 def exact_times(monkeypatch):
     """Requests take 2 ms, slow ones 20 ms, however busy this machine is."""
-    real = generator._Sender.send
+    real = load._Sender.send
 
     async def send(self, number, place, call, scheduled):
         exchange = await real(self, number, place, call, scheduled)
         latency_s = (0.02 if b"slow" in call.body else 0.002) * (1 + number % 7 / 100)
         return dataclasses.replace(exchange, sent=scheduled, done=scheduled + latency_s)
 
-    monkeypatch.setattr(generator._Sender, "send", send)
+    monkeypatch.setattr(load._Sender, "send", send)
 
 
 async def recserve(request):

@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recserve.experiments.load.generator import Run
-from recserve.experiments.report.measurements import SampleColumns, summarise
-from recserve.experiments.statistics.comparison import check_ratio, compare_arms, find_notes
-from recserve.experiments.statistics.criteria import Criteria, SampleRatio, decide, percent
+from recserve.experiments.comparison import (
+    Criteria,
+    SampleRatio,
+    check_ratio,
+    compare_arms,
+    decide,
+    find_notes,
+    percent,
+)
+from recserve.experiments.load import Run
+from recserve.experiments.measurements import SampleColumns, summarise
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
 NAMES = ("beam", "nezha")

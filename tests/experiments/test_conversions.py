@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.experiments.click_power import WORLDS, simulate
-from recserve.experiments.statistics.conversions import (
+from recserve.experiments.conversions import (
     MIN_BUCKETS,
     MIN_EVENTS,
     NUM_BUCKETS,

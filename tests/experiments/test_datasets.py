@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.experiments.load.datasets import (
+from recserve.experiments.datasets import (
     Sample,
     UserOptions,
     read_item_ids,

@@ -11,11 +11,9 @@ import torch
 from benchmarks.support.baselines.llama_cpp import write_gguf
 from benchmarks.support.baselines.llama_server import find_llama_server, llama_server
 from recserve.engine.engine_config import EngineConfig
-from recserve.experiments.load.exchanges import Call, Shot
-from recserve.experiments.load.generator import LoadOptions, drive
-from recserve.experiments.load.plan import Arm, Design
-from recserve.experiments.load.session import Workload, run_session
-from recserve.experiments.load.targets import find_target
+from recserve.experiments.load import Arm, Call, Design, LoadOptions, Shot, drive
+from recserve.experiments.session import Workload, run_session
+from recserve.experiments.targets import find_target
 from recserve.models.loading import load_language_model
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text

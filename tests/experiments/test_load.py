@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from recserve.experiments.load.arrivals import poisson_arrivals, trace_arrivals
-from recserve.experiments.load.calibration import Lateness, lateness, measure_overhead
-from recserve.experiments.load.exchanges import Call, Shot
-from recserve.experiments.load.generator import LoadOptions, drive
-from recserve.experiments.load.targets import find_target
+from recserve.experiments.calibration import Lateness, lateness, measure_overhead
+from recserve.experiments.load import (
+    Call,
+    LoadOptions,
+    Shot,
+    drive,
+    poisson_arrivals,
+    trace_arrivals,
+)
+from recserve.experiments.targets import find_target
 from tests.support.http_server import http_server
 
 SLATE = {"items": [{"item_id": "a"}], "timing_ms": {"total": 1.0}}

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recserve.experiments.statistics.blocks import time_blocks
-from recserve.experiments.statistics.intervals import Interval
-from recserve.experiments.statistics.quality import (
+from recserve.experiments.statistics import (
+    Interval,
+    Observations,
     guard_mean,
     guard_overlap,
     guard_share,
     ndcg,
     non_inferior,
     overlap,
+    time_blocks,
     unit_error,
 )
-from recserve.experiments.statistics.scores import Observations
 
 
 def test_overlap_counts_common_items_of_the_longer_slate():

@@ -10,30 +10,31 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recserve.experiments.load.calibration import Lateness, Overhead
-from recserve.experiments.load.plan import Arm, Design
-from recserve.experiments.load.session import Session, Workload, compare_session
-from recserve.experiments.load.slates import Exactness
-from recserve.experiments.load.targets import find_target
-from recserve.experiments.report.charts import (
+from recserve.experiments.calibration import Lateness, Overhead
+from recserve.experiments.charts import (
+    Markup,
+    join,
     linear_axis,
     log_axis,
     percentile_axis,
     short,
+    tag,
     tail,
 )
-from recserve.experiments.report.document import (
+from recserve.experiments.comparison import Criteria
+from recserve.experiments.load import Arm, Design
+from recserve.experiments.measurements import summarise
+from recserve.experiments.report import (
     ReportDocument,
     make_document,
+    ms,
+    page,
+    plain,
     to_json,
     without_secrets,
 )
-from recserve.experiments.report.machine import this_machine
-from recserve.experiments.report.markup import Markup, join, tag
-from recserve.experiments.report.measurements import summarise
-from recserve.experiments.report.page import ms, page
-from recserve.experiments.report.report_tables import plain
-from recserve.experiments.statistics.criteria import Criteria
+from recserve.experiments.session import Exactness, Session, Workload, compare_session, this_machine
+from recserve.experiments.targets import find_target
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 from tests.support.grids import covering
 

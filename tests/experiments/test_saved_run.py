@@ -7,12 +7,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.experiments.load.generator import Run
-from recserve.experiments.report.measurements import TIMEOUT, SampleColumns, write_records
-from recserve.experiments.statistics.comparison import compare_arms
-from recserve.experiments.statistics.criteria import Criteria
-from recserve.experiments.statistics.quality import FAILED_REQUESTS
-from recserve.experiments.statistics.saved_run import compare_with_saved
+from recserve.experiments.comparison import Criteria, compare_arms
+from recserve.experiments.load import Run
+from recserve.experiments.measurements import TIMEOUT, SampleColumns, write_records
+from recserve.experiments.session import compare_with_saved
+from recserve.experiments.statistics import FAILED_REQUESTS
 from tests.support.experiment_runs import SAMPLES, made_run
 
 

@@ -5,15 +5,16 @@ import math
 import numpy as np
 import pytest
 
-from recserve.experiments.statistics.blocks import time_blocks
-from recserve.experiments.statistics.boundary import boundary, tuned_rho
-from recserve.experiments.statistics.scores import Observations
-from recserve.experiments.statistics.sequential import (
+from recserve.experiments.statistics import (
     FIRST_LOOK,
     MAX_LOOKS,
+    Observations,
+    boundary,
     confidence_sequence,
     stopping_block,
     stopping_looks,
+    time_blocks,
+    tuned_rho,
 )
 
 # A/A runs, and the most alarms of them: more have a probability below 0.5 % where 5 % alarm.

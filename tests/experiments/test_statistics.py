@@ -4,24 +4,24 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recserve.experiments.statistics.blocks import (
+from recserve.experiments.comparison import percent
+from recserve.experiments.statistics import (
     MAX_BLOCKS,
     MIN_BLOCKS,
-    autocorrelation_time,
-    count_blocks,
-    difference_time,
-    effective_size,
-    time_blocks,
-)
-from recserve.experiments.statistics.criteria import percent
-from recserve.experiments.statistics.intervals import compare, no_difference_p, sample_ratio_p
-from recserve.experiments.statistics.scores import (
     STATISTICS,
     UNBOUNDED,
     BlockScores,
     Observations,
+    autocorrelation_time,
+    compare,
+    count_blocks,
+    difference_time,
+    effective_size,
+    no_difference_p,
+    sample_ratio_p,
     sign_limit,
     sign_test,
+    time_blocks,
     unit_inflation,
 )
 

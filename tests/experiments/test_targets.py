@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.targets import (
+from recserve.experiments.datasets import Sample
+from recserve.experiments.targets import (
     MalformedReply,
     StreamJoiner,
     find_target,

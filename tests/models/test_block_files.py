@@ -249,15 +249,27 @@ FAULTS = {
         with_fields(layer_types=["full_attention", "sliding_attention"]),
         "layer 1 has a window; config.json names none",
     ),
-    "no logits": (nested(output_multiplier=0), "output_multiplier is 0; a number from 1e-06"),
+    "no logits": (
+        nested(output_multiplier=0),
+        "output_multiplier is 0; expected a number",
+    ),
     "two scales": (nested(output_multiplier=2.0, logit_scale=3.0), "contradicts itself"),
-    "reversed logits": (nested(output_multiplier=-0.5), "output_multiplier is -0.5; a number"),
-    "absurd logits": (with_fields(logit_scale=1e30), "logit_scale is 1e.30; a number"),
-    "negative cap": (nested(final_logit_softcapping=-30), "final_logit_softcapping is -30; a num"),
+    "reversed logits": (
+        nested(output_multiplier=-0.5),
+        "output_multiplier is -0.5; expected a number",
+    ),
+    "absurd logits": (with_fields(logit_scale=1e30), "logit_scale is 1e.30; expected a number"),
+    "negative cap": (
+        nested(final_logit_softcapping=-30),
+        "final_logit_softcapping is -30; expected",
+    ),
     "tiny cap": (nested(final_logit_softcapping=1e-30), "final_logit_softcapping is 1e-30"),
     "cap is true": (nested(final_logit_softcapping=True), "final_logit_softcapping is True"),
-    "no input": (nested(input_embedding_scale=0.0), "input_embedding_scale is 0.0; a number"),
-    "absurd norm": (with_fields(rms_norm_eps=1e30), "rms_norm_eps is 1e.30; a number"),
+    "no input": (
+        nested(input_embedding_scale=0.0),
+        "input_embedding_scale is 0.0; expected a number",
+    ),
+    "absurd norm": (with_fields(rms_norm_eps=1e30), "rms_norm_eps is 1e.30; expected a number"),
     "negative count of full layers": (
         with_fields(layer_types=None, use_sliding_window=True, max_window_layers=-1),
         "max_window_layers is -1; an integer from 0",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recserve.models.config import DecoderConfig
-from recserve.models.drafters.gated_lora import GatedLora
+from recserve.models.gated_lora import GatedLora
 
 CONFIG = DecoderConfig(8, 2, 1, 1, 8, 8)
 A, B = Path("a"), Path("b")

@@ -244,7 +244,7 @@ def test_an_absurd_number_is_refused_with_field_bound_and_value(name, change, tm
     for value in ABSURD:
         path.write_text(json.dumps(fields | change(value)))
         shown = re.escape(repr(value))
-        with pytest.raises(UnsupportedModel, match=rf"{name} is {shown}; expected a number from .* to "):
+        with pytest.raises(UnsupportedModel, match=rf"{name} is {shown}; expected a number from"):
             load_language_model(tmp_path)
 
 

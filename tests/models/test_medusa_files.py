@@ -274,7 +274,9 @@ def test_a_logit_scale_reaches_the_logits(tmp_path):
     for wrong in (-1.0, 0, True, 1e30):
         write(tmp_path, vllm(heads), {"logit_scale": wrong}, "model.safetensors")
         shown = re.escape(repr(wrong))
-        with pytest.raises(UnsupportedModel, match=rf"logit_scale is {shown}; a number from"):
+        with pytest.raises(
+            UnsupportedModel, match=rf"logit_scale is {shown}; expected a number from"
+        ):
             load_medusa(folder, E, V)
 
 

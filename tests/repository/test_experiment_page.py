@@ -4,7 +4,7 @@ import re
 
 import yaml
 
-from recserve.experiments.serving.settings import parse_experiments
+from recserve.experiments.settings import parse_experiments
 from tests.support.paths import ROOT
 
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -17,7 +17,7 @@ import yaml
 
 from recserve.cli.experiments import ab
 from recserve.config import KERNEL_KEYS, ServerConfig
-from recserve.experiments.serving.settings import parse_experiments
+from recserve.experiments.settings import parse_experiments
 from recserve.schemas import encoding, events, inference, items, scoring, text
 from recserve.server.errors import INTERNAL, ROUTING, TABLE
 from tests.support.pages import PAGES, find_in_pages

@@ -22,8 +22,8 @@ def test_what_runs_no_model_imports_no_torch():
         "import sys, recserve, recserve.cli.terminal, recserve.batch.processes\n"
         "import recserve.cli.app, recserve.cli.backup, recserve.cli.bundle_swap\n"
         "import recserve.bundle.bundle, recserve.client, recserve.schemas.experiments\n"
-        "import recserve.experiments.statistics.conversions\n"
-        "import recserve.experiments.serving.verdict, recserve.experiments.report.live_page\n"
+        "import recserve.experiments.conversions\n"
+        "import recserve.experiments.verdict, recserve.experiments.live_page\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

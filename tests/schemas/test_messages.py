@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recserve.experiments.serving.settings import parse_experiments
+from recserve.experiments.settings import parse_experiments
 from recserve.schemas.items import InvalidRequest, ItemInput, RankRequest, RecommendRequest
 from recserve.schemas.text import ChatRequest, CompletionRequest
 from recserve.schemas.validation import converted

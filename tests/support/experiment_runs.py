@@ -2,12 +2,10 @@
 
 import numpy as np
 
-from recserve.experiments.load.datasets import Sample
-from recserve.experiments.load.exchanges import HttpExchange
-from recserve.experiments.load.generator import Run
-from recserve.experiments.load.plan import Mode
-from recserve.experiments.load.targets import Reply
-from recserve.experiments.report.measurements import SampleColumns
+from recserve.experiments.datasets import Sample
+from recserve.experiments.load import HttpExchange, Mode, Run
+from recserve.experiments.measurements import SampleColumns
+from recserve.experiments.targets import Reply
 
 SLATE = tuple(f"item{n}" for n in range(10))
 NEXT = (*SLATE, "elsewhere", "nowhere")

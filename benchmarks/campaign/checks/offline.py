@@ -31,8 +31,7 @@ from recserve.batch.job import Job, run
 from recserve.batch.processes import LocalWorkers
 from recserve.batch.recipe import SlateRecipe
 from recserve.experiments.assignment import ArmSplit, hash_v2
-from recserve.experiments.statistics.intervals import SRM_ALARM, sample_ratio_p
-from recserve.experiments.statistics.scores import STATISTICS
+from recserve.experiments.statistics import SRM_ALARM, STATISTICS, sample_ratio_p
 from tests.support.paths import ROOT
 
 # GrowthBook's SDK specification 0.7.1, cases.json, hash version 2.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recserve.models.config import DecoderConfig
-from recserve.models.drafters.gated_lora import GatedLora, LowRank
+from recserve.models.gated_lora import GatedLora, LowRank
 from recserve.models.language_model import LanguageModel
 
 

@@ -14,7 +14,7 @@ from recserve.server.context import RequestContext
 from recserve.server.routing import handles
 
 if TYPE_CHECKING:
-    from recserve.experiments.serving.experiment import Experiment
+    from recserve.experiments.experiment import Experiment
 
 
 @handles(Api.experiments)

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, MASK
-from recserve.models.drafters.gated_lora import GatedLora
 from recserve.models.drafters.mask_tokens import MaskTokens
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens
+from recserve.models.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.gated_lora import MaskRows
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens
+from recserve.models.gated_lora import MaskRows
 from recserve.models.loading import load_language_model
 from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.training.options import TrainOptions

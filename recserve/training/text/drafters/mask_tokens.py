@@ -32,9 +32,9 @@ from rich.console import Console
 from torch import Tensor
 
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.gated_lora import MaskRows
 from recserve.models.drafters.mask_tokens import MaskTokens, MaskTokensConfig
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens, save_mask_tokens
+from recserve.models.gated_lora import MaskRows
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport

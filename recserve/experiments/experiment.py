@@ -1,0 +1,615 @@
+"""One experiment of a server: its arms, its state, its units, and its guards.
+
+A guard compares an arm with the control over the sliding window.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from recserve.experiments.assignment import ArmSplit
+from recserve.experiments.conversions import NUM_BUCKETS, RateSums
+from recserve.experiments.saved_counts import SavedArm, SavedExperiment
+from recserve.experiments.settings import (
+    ArmFields,
+    ArmSettings,
+    Exclusion,
+    ExperimentSettings,
+    GuardSettings,
+)
+from recserve.experiments.tallies import (
+    ArmResult,
+    ArmTally,
+    GoalTally,
+    Percentile,
+    SeenEvents,
+    WindowSummary,
+    percentile,
+    user_group,
+)
+from recserve.experiments.verdict import decide, describe_goal
+from recserve.schemas.experiments import (
+    ArmStatus,
+    ArmVerdict,
+    ExperimentStatus,
+    GuardrailStatus,
+    Status,
+)
+
+Cause = Literal["errors", "empty", "p99"]
+CAUSES: tuple[Cause, ...] = ("errors", "empty", "p99")
+# An arm must be worse with this confidence, so that one bad request stops nothing.
+CONFIDENCE = 0.99
+P99 = 0.99
+log = logging.getLogger(__name__)
+# Seconds between two looks of a guard.
+LOOK_S = 1.0
+# Units that the sample-ratio check remembers, as salted hashes.
+MAX_UNITS = 100_000
+# What became of a request that the server of an arm got.
+Forwarding = Literal["answered", "late", "failed", "refused", "busy"]
+FORWARDINGS: tuple[Forwarding, ...] = ("answered", "late", "failed", "refused", "busy")
+# Names the arm in a forwarded request. A server leaves such a request out of its own experiments,
+# so that two servers that name each other cannot send a request in circles.
+ARM_HEADER = "x-recserve-arm"
+
+
+@dataclass(frozen=True)
+class Breach:
+    """Why an arm is worse than the control.
+
+    Attributes:
+        cause: The guard that decided.
+        text: The figures, for the log and the status.
+    """
+
+    cause: Cause
+    text: str
+
+
+# A breach, or why there is none. Both need one-sided confidence 99 % and `min_requests`.
+Check = Breach | Literal["holds", "unclear"]
+
+
+def judge(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Breach | None:
+    """Returns why the arm must stop; None if it may go on."""
+    checks = (check_errors, check_empty, check_p99)
+    found = (check(control, arm, guard) for check in checks)
+    return next((one for one in found if isinstance(one, Breach)), None)
+
+
+def check_errors(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+    """Returns a breach if the arm surely has more errors than allowed, by the Wilson bound."""
+    counts = arm.errors, arm.requests, control.errors, control.requests
+    return _check_share("errors", "error share", counts, guard.error_share, guard)
+
+
+def check_empty(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+    """Returns a breach if the arm surely has more empty answers than allowed."""
+    counts = arm.empty, arm.requests, control.empty, control.requests
+    return _check_share("empty", "share of empty answers", counts, guard.empty_share, guard)
+
+
+def check_p99(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+    """Returns a breach if the arm's p99 is surely higher than allowed, by order statistics."""
+    if min(len(control.seconds), len(arm.seconds)) < guard.min_requests:
+        return "unclear"
+    ours = percentile(arm.seconds, P99, 2 * CONFIDENCE - 1)
+    base = percentile(control.seconds, P99, CONFIDENCE)
+    if ours is None or base is None or ours.low is None:
+        return "unclear"
+    if ours.low <= guard.p99_factor * base.value:
+        return "holds"
+    return Breach(
+        "p99",
+        f"p99 {ours.value * 1e3:.1f} ms in {len(arm.seconds)} answers; "
+        f"control {base.value * 1e3:.1f} ms",
+    )
+
+
+def _check_share(
+    cause: Cause, name: str, counts: tuple[int, int, int, int], floor: float, guard: GuardSettings
+) -> Check:
+    mine, requests, theirs, control_requests = counts
+    if min(requests, control_requests) < guard.min_requests:
+        return "unclear"
+    share, base = mine / requests, theirs / control_requests
+    if wilson_low(mine, requests) <= max(floor, guard.factor * base):
+        return "holds"
+    return Breach(cause, f"{name} {share:.4f} in {requests} requests; control {base:.4f}")
+
+
+def wilson_low(count: int, total: int) -> float:
+    """Returns the lower end of Wilson's one-sided interval of a share."""
+    if not count:
+        return 0.0
+    z = NormalDist().inv_cdf(CONFIDENCE)
+    share = count / total
+    middle = share + z * z / (2 * total)
+    spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    return (middle - spread) / (1 + z * z / total)
+
+
+class ForwardingError(RuntimeError):
+    """The server of an arm has not answered a request. The message has no address.
+
+    Attributes:
+        result: What became of the request. A refusal is an error of the arm only if the control
+            answers the request.
+    """
+
+    def __init__(self, result: Forwarding, message: str) -> None:
+        super().__init__(message)
+        self.result: Forwarding = result
+
+
+@dataclass(frozen=True)
+class ServingArm:
+    """An arm of a running experiment.
+
+    Attributes:
+        settings: Its settings, with the address of its server.
+        weight: Share of the units.
+        fields: Request fields that the arm sets.
+        label: `experiment/arm`, the label of metrics.
+        tally: Its requests.
+        goals: Its answers, and the events that they led to.
+        forwarded: Number of requests for its server by what became of them.
+    """
+
+    settings: ArmSettings
+    weight: float
+    fields: ArmFields
+    label: str
+    tally: ArmTally
+    goals: GoalTally
+    forwarded: Counter[Forwarding] = field(
+        default_factory=lambda: Counter(dict.fromkeys(FORWARDINGS, 0))
+    )
+
+    @property
+    def name(self) -> str:
+        """Name of the arm."""
+        return self.settings.name
+
+    @property
+    def remote(self) -> bool:
+        """True if another server answers the requests of the arm."""
+        return self.settings.url is not None
+
+
+@dataclass
+class ComparisonCounts:
+    """Running sums of comparisons in the modes `paired`, `shadow` and `interleaved`.
+
+    Attributes:
+        answers: Requests that both arms answered.
+        shared: Sum over these of the share of the control's items that the other arm has.
+        identical: Answers with the same items in the same order.
+        dropped: Shadow copies that did not run because the server was busy, and pairs in which the
+            second arm had less than half of the time until the deadline.
+    """
+
+    answers: int = 0
+    shared: float = 0.0
+    identical: int = 0
+    dropped: int = 0
+
+
+class Experiment:
+    """A running, stopped or fallen-back experiment. Its methods may run on any thread.
+
+    Attributes:
+        settings: Name, mode and guard.
+        arms: The arms; the first one is the control.
+        split: Assigns units to arms.
+        exclusion: Says which requests take no part.
+        status: State of the experiment.
+        reason: Why it does not run; None while it runs.
+        fallbacks: Number of automatic fall-backs by cause.
+        compared: Comparisons of the arms' items for one request.
+    """
+
+    def __init__(
+        self, settings: ExperimentSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Starts the experiment.
+
+        Args:
+            settings: Checked settings.
+            clock: Returns seconds; tests replace it.
+        """
+        self.settings = settings
+        guard = settings.guard or GuardSettings()
+        fields = settings.arm_fields()
+        names = [arm.name for arm in settings.arms]
+        self.arms = tuple(
+            ServingArm(
+                arm,
+                weight,
+                each,
+                f"{settings.name}/{arm.name}",
+                ArmTally(guard.window_s),
+                GoalTally(settings.goal_types),
+            )
+            for arm, weight, each in zip(settings.arms, settings.weights, fields, strict=True)
+        )
+        self.split = ArmSplit.even(
+            settings.name if settings.seed is None else settings.seed,
+            names,
+            settings.weights,
+            settings.coverage,
+        )
+        self.status: Status = "running"
+        self.reason: str | None = None
+        self.fallbacks: Counter[Cause] = Counter(dict.fromkeys(CAUSES, 0))
+        self.compared = ComparisonCounts()
+        self.exclusion = Exclusion.of(settings.use, fields)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._units: set[int] = set()
+        self._units_per_arm: Counter[str] = Counter()
+        self._looked_s = clock()
+        self._seen = SeenEvents()
+        self._ran_s = 0.0
+        self._began_s: float | None = clock()  # None while it does not run
+        self._breach: tuple[str, str] | None = None  # arm and figures of an automatic fall-back
+
+    @property
+    def name(self) -> str:
+        """Name of the experiment."""
+        return self.settings.name
+
+    @property
+    def control(self) -> ServingArm:
+        """The first arm."""
+        return self.arms[0]
+
+    def arm(self, name: str) -> ServingArm:
+        """Returns the arm of a name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def see(self, unit: str, arm: str) -> None:
+        """Remembers a unit for the sample-ratio check."""
+        number = hash(unit)
+        with self._lock:
+            if number not in self._units and len(self._units) < MAX_UNITS:
+                self._units.add(number)
+                self._units_per_arm[arm] += 1
+
+    def record(self, arm: ServingArm, result: ArmResult) -> None:
+        """Adds the result of a request, and falls back to the control if a guard says so."""
+        now_s = self._clock()
+        with self._lock:
+            arm.tally.add(result, now_s)
+            if self.status != "running" or self.settings.guard is None:
+                return
+            if now_s - self._looked_s < LOOK_S:
+                return
+            self._looked_s = now_s
+            self._look(now_s, self.settings.guard)
+
+    def count_answer(self, arms: Iterable[str], unit: str) -> None:
+        """Counts an answer whose events are compared between the arms.
+
+        Args:
+            arms: Names of the arms that the answer's items are of: one, or both teams.
+            unit: Id of the user, or of the request if it names no user.
+        """
+        if not self.settings.goal_types:
+            return
+        group = user_group(self.split.seed, unit)
+        with self._lock:
+            for name in arms:
+                self.arm(name).goals.add_answer(group)
+
+    def count_event(self, arm: str, unit: str, event_type: str, key: str) -> None:
+        """Counts an event that an answer led to, once.
+
+        Args:
+            arm: Name of the arm that the item is of; an unknown name counts nothing.
+            unit: Id of the user, or of the request if the answer was for no user.
+            event_type: Type of the event.
+            key: Names the answer and the item; an event with the same key and type comes again.
+        """
+        if not self.settings.goal_types or arm not in (each.name for each in self.arms):
+            return
+        group = user_group(self.split.seed, unit)
+        with self._lock:
+            # An event of another type does not count, so it need not be remembered.
+            if event_type not in self.settings.goal_types or self._seen.add(f"{key} {event_type}"):
+                self.arm(arm).goals.add_event(group, event_type)
+
+    def save(self) -> SavedExperiment:
+        """Returns the counts, so that the next process can continue them."""
+        with self._lock:
+            arms = [
+                SavedArm(
+                    name=arm.name,
+                    requests=arm.tally.requests,
+                    errors=arm.tally.errors,
+                    empty=arm.tally.empty,
+                    answers=_to_bytes(arm.goals.answers),
+                    events={goal: _to_bytes(each) for goal, each in arm.goals.events.items()},
+                    other_events=arm.goals.other_events,
+                    before=arm.tally.before,
+                )
+                for arm in self.arms
+            ]
+            return SavedExperiment(
+                settings=self._settings_hash(),
+                ran_s=self._running_s(),
+                arms=arms,
+                seen=self._seen.keys(),
+                status=self.status,
+                reason=self.reason,
+                breach=self._breach,
+            )
+
+    def restore(self, saved: SavedExperiment) -> None:
+        """Continues the counts and the status of an earlier process.
+
+        Raises:
+            ValueError: If arms, weights, seed or goals differ from those of the counts.
+        """
+        if saved.settings != self._settings_hash():
+            raise ValueError("the counts belong to other arms, weights, goals or another seed")
+        answers = [_from_bytes(one.answers) for one in saved.arms]
+        events = [
+            {goal: _from_bytes(each) for goal, each in one.events.items()} for one in saved.arms
+        ]
+        with self._lock:
+            self._ran_s = saved.ran_s
+            self.status, self.reason, self._breach = saved.status, saved.reason, saved.breach
+            if saved.status != "running":
+                self._began_s = None
+            self._seen = SeenEvents(saved.seen)
+            for index, (arm, counts) in enumerate(zip(self.arms, saved.arms, strict=True)):
+                arm.tally.restore(counts.requests, counts.errors, counts.empty, counts.before)
+                arm.goals.answers, arm.goals.events = answers[index], events[index]
+                arm.goals.other_events = counts.other_events
+
+    def coin(self, request_id: str) -> random.Random:
+        """Returns a source of draws for a request; the same for the same request."""
+        return random.Random(f"{self.split.seed}:{request_id}")
+
+    def compare(self, control: Sequence[str], other: Sequence[str]) -> None:
+        """Compares the items of both arms for one request."""
+        with self._lock:
+            self.compared.answers += 1
+            self.compared.shared += len({*control} & {*other}) / max(len(control), 1)
+            self.compared.identical += [*control] == [*other]
+
+    def drop(self) -> None:
+        """Counts a request that the second arm did not get in full."""
+        with self._lock:
+            self.compared.dropped += 1
+
+    def stop(self) -> None:
+        """Stops the experiment: every request gets the control."""
+        with self._lock:
+            self._pause()
+            self.status, self.reason = "stopped", "stopped by an operator"
+        log.warning("experiment %s is stopped", self.settings.name)
+
+    def start(self) -> None:
+        """Starts the experiment again with empty windows. Assignments are the same as before."""
+        with self._lock:
+            self.status, self.reason, self._breach = "running", None, None
+            for arm in self.arms:
+                arm.tally.forget()
+            self._looked_s = self._clock()
+            if self._began_s is None:
+                self._began_s = self._clock()
+        log.warning("experiment %s is started", self.settings.name)
+
+    def describe(self) -> ExperimentStatus:
+        """Returns the state for GET /v1/experiments."""
+        with self._lock:
+            now_s = self._clock()
+            tallies = [_copy_arm(arm, now_s) for arm in self.arms]
+            status, reason, ran_s = self.status, self.reason, self._running_s()
+            counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
+        sample_ratio_p = _sample_ratio_p(counts, self.settings.weights)
+        arms = [
+            self._arm_status(arm, mine, tallies[0], sample_ratio_p, ran_s)
+            for arm, mine in zip(self.arms, tallies, strict=True)
+        ]
+        return ExperimentStatus(
+            name=self.settings.name,
+            mode=self.settings.mode,
+            status=status,
+            reason=reason,
+            coverage=self.settings.coverage,
+            smallest_effect=self.settings.smallest_effect,
+            sample_ratio_p=sample_ratio_p,
+            arms=arms,
+        )
+
+    def _arm_status(
+        self,
+        arm: ServingArm,
+        mine: _ArmCounts,
+        control: _ArmCounts,
+        sample_ratio_p: float | None,
+        ran_s: float,
+    ) -> ArmStatus:
+        p50, p99 = (percentile(mine.seconds, share, 0.95) for share in (0.5, P99))
+        base = None if mine is control else control
+        verdict = None if base is None else self._verdict(arm, mine, base, sample_ratio_p, ran_s)
+        return ArmStatus(
+            name=arm.name,
+            weight=arm.weight,
+            requests=mine.summary.requests,
+            errors=mine.summary.errors,
+            empty=mine.summary.empty,
+            p50_ms=_ms(p50.value if p50 else None),
+            p99_ms=_ms(p99.value if p99 else None),
+            p99_low_ms=_ms(p99.low if p99 else None),
+            p99_high_ms=_ms(p99.high if p99 else None),
+            answers=mine.answers,
+            goals=[
+                describe_goal(goal, sums, None if base is None else base.goals[goal], self.settings)
+                for goal, sums in mine.goals.items()
+            ],
+            verdict=verdict,
+        )
+
+    def _verdict(
+        self,
+        arm: ServingArm,
+        mine: _ArmCounts,
+        control: _ArmCounts,
+        sample_ratio_p: float | None,
+        ran_s: float,
+    ) -> ArmVerdict:
+        guard = self.settings.guard or GuardSettings()
+        breach = self._breach
+        fell_back = breach[1] if breach is not None and breach[0] == arm.name else None
+        return decide(
+            self.settings,
+            arm.name,
+            [(control.goals[goal], sums) for goal, sums in mine.goals.items()],
+            control.other_events + mine.other_events,
+            _guardrails(control.judged, mine.judged, guard),
+            fell_back,
+            sample_ratio_p,
+            ran_s,
+        )
+
+    def _running_s(self) -> float:
+        """Returns for how long the experiment has been running, without stops."""
+        began_s = self._began_s
+        return self._ran_s + (0.0 if began_s is None else self._clock() - began_s)
+
+    def _pause(self) -> None:
+        self._ran_s, self._began_s = self._running_s(), None
+
+    def _settings_hash(self) -> str:
+        """Returns a hash of the settings that counts depend on."""
+        one = self.settings
+        arms = [(arm.name, arm.fields, arm.url) for arm in one.arms]
+        parts = (one.use, one.mode, self.split.seed, one.weights, arms, one.goal_types)
+        return blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+    def _look(self, now_s: float, guard: GuardSettings) -> None:
+        control = self.control.tally.window(now_s)
+        for arm in self.arms[1:]:
+            verdict = judge(control, arm.tally.window(now_s), guard)
+            if verdict is not None:
+                self._pause()
+                self.status, self.reason = "fallen_back", f"arm {arm.name}: {verdict.text}"
+                self.fallbacks[verdict.cause] += 1
+                self._breach = arm.name, verdict.text
+                log.error("experiment %s fell back: %s", self.settings.name, self.reason)
+                return
+
+
+@dataclass(frozen=True)
+class _ArmCounts:
+    """A copy of the counts of an arm.
+
+    Attributes:
+        summary: Totals since the start of the experiment, and the last latencies.
+        judged: Counts since the last start, which the guardrails judge.
+        seconds: Sorted latencies within the window.
+        answers: Answers whose events are compared.
+        goals: Sums of the goals, the first one decides.
+        other_events: Attributed events of other types.
+    """
+
+    summary: WindowSummary
+    judged: WindowSummary
+    seconds: NDArray[np.float64]
+    answers: int
+    goals: dict[str, RateSums]
+    other_events: int
+
+
+def _copy_arm(arm: ServingArm, now_s: float) -> _ArmCounts:
+    tally, goals = arm.tally, arm.goals
+    judged = tally.since_start()
+    return _ArmCounts(
+        WindowSummary(tally.requests, tally.errors, tally.empty, judged.seconds),
+        judged,
+        tally.window(now_s).seconds,
+        int(goals.answers.sum()),
+        {goal: goals.sums(goal) for goal in goals.goals},
+        goals.other_events,
+    )
+
+
+def _guardrails(
+    control: WindowSummary, arm: WindowSummary, guard: GuardSettings
+) -> list[GuardrailStatus]:
+    """Returns the state of the guardrails: shares since the start, p99 of the last requests."""
+
+    def status(
+        name: Cause, found: Check, control_value: float | None, value: float | None
+    ) -> GuardrailStatus:
+        result = "fails" if isinstance(found, Breach) else found
+        return GuardrailStatus(name=name, result=result, control=control_value, arm=value)
+
+    def share(count: int, total: int) -> float | None:
+        return count / total if total else None
+
+    p99s: list[Percentile | None] = [percentile(one.seconds, P99, 0.95) for one in (control, arm)]
+    return [
+        status(
+            "errors",
+            check_errors(control, arm, guard),
+            share(control.errors, control.requests),
+            share(arm.errors, arm.requests),
+        ),
+        status(
+            "empty",
+            check_empty(control, arm, guard),
+            share(control.empty, control.requests),
+            share(arm.empty, arm.requests),
+        ),
+        status(
+            "p99",
+            check_p99(control, arm, guard),
+            *(_ms(one.value if one else None) for one in p99s),
+        ),
+    ]
+
+
+def _to_bytes(sums: NDArray[np.int64]) -> bytes:
+    return sums.astype("<i8").tobytes()
+
+
+def _from_bytes(content: bytes) -> NDArray[np.int64]:
+    sums = np.frombuffer(content, "<i8").astype(np.int64)
+    if sums.shape != (NUM_BUCKETS,):
+        raise ValueError(f"expected {NUM_BUCKETS} groups of users, got {sums.size}")
+    return sums
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def _sample_ratio_p(counts: tuple[int, ...], weights: tuple[float, ...]) -> float | None:
+    """Returns the p-value of the sample ratio; None without units or without scipy."""
+    if not any(counts):
+        return None
+    try:
+        from recserve.experiments.statistics import sample_ratio_p
+    except ModuleNotFoundError:
+        return None
+    return sample_ratio_p(counts, weights)

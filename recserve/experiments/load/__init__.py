@@ -1,1 +1,0 @@
-"""Load over HTTP: data sets, plans, the generator and its calibration."""

@@ -1,1 +1,0 @@
-"""Experiments inside the server: settings, assignment, tallies of the arms, guards."""

@@ -1,1 +1,0 @@
-"""Statistics of latencies and quality: blocks, intervals, guardrails, verdicts."""
