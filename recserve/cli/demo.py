@@ -220,18 +220,24 @@ def show_answers(bundle: Path, console: Console) -> None:
 
 
 def show_completion(folder: Path, console: Console) -> None:
-    """Prints a completion with and without drafts: the same text in fewer steps."""
+    """Prints a completion, and its times without drafts, with drafts, and when asked again."""
     console.rule(f"completion, drafted by {DRAFTER}", align="left")
     with Service.of_text(load_text(TextSettings(folder, drafters=(DRAFTER,)), CPU)) as service:
         completion(service, "none")
         plain, plain_s = completion(service, "none")
-        drafted, drafted_s = completion(service, DRAFTER)
-    say(console, PROMPT + drafted.choices[0].text)
-    same = "the same text" if drafted.choices[0].text == plain.choices[0].text else "another text"
-    counts = drafted.metrics.speculative_decoding if drafted.metrics else None
-    length = counts.mean_acceptance_length if counts else 1.0
-    steps = f"{NUM_TOKENS} tokens in {drafted_s * 1e3:.0f} ms, {length:.2f} tokens per step"
-    say(console, f"{steps}; without drafts {same} in {plain_s * 1e3:.0f} ms")
+        say(console, PROMPT + plain.choices[0].text)
+        say(console, f"{NUM_TOKENS} tokens in {plain_s * 1e3:.0f} ms without drafts")
+        for times in ("first time", "asked again"):
+            drafted, drafted_s = completion(service, DRAFTER)
+            same = drafted.choices[0].text == plain.choices[0].text
+            counts = drafted.metrics.speculative_decoding if drafted.metrics else None
+            assert counts is not None
+            line = f"{times}: {'the same' if same else 'another'} text in {drafted_s * 1e3:.0f} ms"
+            line += f", {counts.mean_acceptance_length:.1f} tokens per draft"
+            if counts.num_paused_steps:
+                paused = format_count(counts.num_paused_steps, "step")
+                line += f"; {paused} without a draft, because drafts did not pay"
+            say(console, line)
 
 
 def completion(service: Service, drafter: str) -> tuple[CompletionResponse, float]:

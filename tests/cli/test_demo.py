@@ -70,7 +70,9 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
         "llm, about",
         "completion, drafted by suffix",
         demo.PROMPT,
-        "without drafts the same text",
+        f"{demo.NUM_TOKENS} tokens in ",
+        "first time: the same text in ",
+        "asked again: the same text in ",
     ):
         assert words in out
     assert out.index("recommend: exact ") < out.index("llm, about")
