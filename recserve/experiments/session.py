@@ -63,7 +63,7 @@ from recserve.experiments.load import (
 )
 from recserve.experiments.measurements import TIMEOUT, ArmSummary, SampleColumns, summarise
 from recserve.experiments.statistics import overlap
-from recserve.experiments.targets import Json, Target
+from recserve.experiments.targets import Json, Reply, Target
 
 PACKAGES = ("recserve", "aiohttp", "numpy", "scipy")
 CPU_INFO = Path("/proc/cpuinfo")
@@ -264,27 +264,34 @@ async def exact_overlap(
         number: Number of the arm.
         arm: The arm.
     """
-    answered: dict[int, tuple[str, ...]] = {}
+    answered: dict[int, Reply] = {}
     for one in columns.exchanges:
         if one.arm == number and one.reply is not None and len(answered) < check.count:
-            answered.setdefault(one.sample, one.reply.item_ids)
-    fields = {**arm.fields, **check.fields}
+            answered.setdefault(one.sample, one.reply)
+
+    def fields(reply: Reply) -> Json:
+        # `auto` has a weight of its own.
+        weight = {} if reply.dense_weight is None else {"dense_weight": reply.dense_weight}
+        return {**arm.fields, **weight, **check.fields}
+
     shots = [
         Shot(
             at_s=0.0,
             calls=(
                 Call(
                     url=arm.url + check.target.path,
-                    body=check.target.body(samples[sample], fields),
+                    body=check.target.body(samples[sample], fields(reply)),
                     sample=sample,
                 ),
             ),
         )
-        for sample in answered
+        for sample, reply in answered.items()
     ]
     run = await drive(shots, check.target, replace(check.load, workers=1))
     pairs = [
-        (answered[one.sample], one.reply.item_ids) for one in run.exchanges if one.reply is not None
+        (answered[one.sample].item_ids, one.reply.item_ids)
+        for one in run.exchanges
+        if one.reply is not None
     ]
     if not pairs:
         return None

@@ -28,6 +28,7 @@ class Reply:
 
     Attributes:
         item_ids: The slate or the ranking, best first.
+        dense_weight: Weight of the dense head in the scores of a slate; None if it names none.
         degraded: Ways in which the answer is less than what was asked.
         server_ms: Total time that the server reports for the request; None if it does not.
             llama.cpp's is the time of prompt and decoding, without the wait for a slot.
@@ -44,6 +45,7 @@ class Reply:
     """
 
     item_ids: tuple[str, ...] = ()
+    dense_weight: float | None = None
     degraded: tuple[str, ...] = ()
     server_ms: float | None = None
     text: str = ""
@@ -89,6 +91,7 @@ class Items:
             versions = (answer.get("model_version"), answer.get("catalog_version"))
             return Reply(
                 item_ids=tuple(str(item["item_id"]) for item in answer["items"]),
+                dense_weight=answer.get("dense_weight"),
                 degraded=tuple(answer.get("degraded") or ()),
                 server_ms=timing.get("total"),
                 versions=tuple(str(version) for version in versions if version),

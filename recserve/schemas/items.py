@@ -323,11 +323,14 @@ class RecommendResponse(Envelope, frozen=True, kw_only=True):
     """A slate of items, best first.
 
     Attributes:
+        dense_weight: Weight of the dense head in the scores; only of strategies that use it, and
+            of recommenders that have one.
         filter_hints: Values of the filters that no item has, at most five, each with its field and
             a similar value. Only with `unknown_filter_values` in `degraded`.
     """
 
     items: list[RecommendedItem]
+    dense_weight: float | UnsetType = UNSET
     filter_hints: list[str] | UnsetType = UNSET
     explanation: Explanation | UnsetType = UNSET
 

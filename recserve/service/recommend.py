@@ -144,7 +144,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
                 if body.strategy == AUTO and strategy == SPECULATIVE and not slate.timing.drafted:
                     strategy = BEAM
-            return self._respond(builder, results, strategy)
+            return self._respond(builder, results, plan, strategy)
 
         if from_list or not history.rows.size:
             if not from_list:
@@ -253,8 +253,14 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             )
         return self.dense_weight if weight is None else weight
 
+    def _used_weight(self, plan: SlatePlan) -> float | UnsetType:
+        """Returns the weight of the dense head in the scores of a slate, if it has one."""
+        assert self.prefixes is not None
+        used = strategy_classes()[plan.strategy].dense_weight == "used"
+        return plan.dense_weight if used and self.prefixes.config.dense_head else UNSET
+
     def _respond(
-        self, builder: SlateBuilder, results: list[Slate], strategy: str
+        self, builder: SlateBuilder, results: list[Slate], plan: SlatePlan, strategy: str
     ) -> RecommendResponse:
         """Checks, fills and formats a slate.
 
@@ -262,6 +268,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             builder: What may be in the slate.
             results: The slate and, with a quota, a slate of its items; none for a slate from a
                 list.
+            plan: How the slate was searched.
             strategy: The strategy that the answer names.
         """
         body, degraded = builder.body, builder.degraded
@@ -291,6 +298,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             # popular item can fill the slate either.
             exact=bool(results) and all(r.exact for r in results) and not filled.size,
             rounds=0 if slate is None else slate.rounds,
+            dense_weight=UNSET if slate is None else self._used_weight(plan),
             filter_hints=builder.filter_hints or UNSET,
             explanation=self._explanation(builder, slate, rows),
             **self._envelope.fields(

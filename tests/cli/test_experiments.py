@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from typer.testing import CliRunner
 
+from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.experiments import load
 from recserve.service import Service
@@ -172,6 +173,22 @@ def test_a_real_server_is_driven_and_its_slates_are_exact(tmp_path):
     assert [arm["items"]["illegal_share"] for arm in found["summaries"]] == [0.0, 0.0]
     assert found["exactness"][0] == {"count": 5, "mean_overlap": 1.0, "identical_share": 1.0}
     assert found["ratio"]["alarm"] is False
+
+
+def test_slates_of_auto_are_exact_with_the_weight_that_auto_has(tmp_path):
+    folder = tiny_bundle(tmp_path)
+    bundle = Bundle.open(folder)
+    one = {"strategy": "beam", "dense_weight": 50.0}
+    bundle.commit("recommender", {"auto": {"kept": one, "filtered": one}})
+    with Service.open(folder) as service, live(service) as client:
+        url = str(client.base_url).rstrip("/")
+        result = invoke(
+            "bench", url, "--data", folder, "--duration", 2, "--warmup", 0.5, "--rate", 10,
+            "--no-calibrate", "--exact", 8, "--json",
+        )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["exactness"][0]
+    assert found == {"count": 8, "mean_overlap": 1.0, "identical_share": 1.0}
 
 
 def test_bench_says_that_the_server_divides_its_traffic(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 from numpy.typing import NDArray
 from rich.console import Console
 from typer.testing import CliRunner
@@ -161,6 +162,28 @@ def test_a_server_serves_the_choice(service: Service) -> None:
         "nezha",
         "beam",
     ]
+
+
+def test_an_answer_names_the_weight_that_gives_it_again(service: Service) -> None:
+    """Other answers of the server than those of the dense head name none."""
+    history = list(service.catalog.current.catalog.items.ids[:6])
+
+    def answer(**fields: object) -> RecommendResponse:
+        body = RecommendRequest(history=history, k=8, **fields)  # type: ignore[arg-type]
+        return service.recommender.begin(body).wait()
+
+    weights = set()
+    for exclude in (Exclude(seen=False), Exclude()):
+        for fields in ({}, {"dense_weight": 3.0}, {"strategy": "nezha"}, {"strategy": "beam"}):
+            first = answer(exclude=exclude, **fields)
+            again = answer(
+                exclude=exclude, strategy=first.strategy, dense_weight=first.dense_weight
+            )
+            assert again.items == first.items and again.dense_weight == first.dense_weight
+            weights.add(first.dense_weight)
+    assert weights == {5.0, 20.0, 3.0, 0.0}
+    for strategy in ("popular", "latest"):
+        assert answer(strategy=strategy).dense_weight is UNSET
 
 
 @pytest.mark.parametrize(
