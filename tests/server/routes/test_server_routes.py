@@ -73,7 +73,7 @@ def test_recommend_answers_with_the_whole_envelope(client, user):
     )
     assert answer.status_code == 200
     body = answer.json()
-    assert set(body) == ENVELOPE and set(body["timing_ms"]) == STAGES
+    assert set(body) == ENVELOPE | {"dense_weight"} and set(body["timing_ms"]) == STAGES
     assert body["request_id"] == answer.headers["x-request-id"] == "abc-1"
     assert len(body["items"]) == 4
     assert set(body["items"][0]) == {"item_id", "score", "rank", "source"}
