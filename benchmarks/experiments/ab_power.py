@@ -116,7 +116,7 @@ def paired_p(
 ) -> float:
     """The p-value of one paired experiment, as `compare` has it; without its intervals."""
     scores = BlockScores(observed(trace, "paired", shots, effect, seed), statistic)
-    return sign_test(scores.scaled(0.0))
+    return sign_test(scores.at_factor(0.0))
 
 
 def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -> dict:

@@ -11,8 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib import resources
 
 VOID = frozenset({"meta", "link", "br", "path", "line", "rect", "circle", "polyline", "polygon"})
+STYLE = "report.css"
 COLOURS = 6
 LOG_STEPS = (1, 2, 5)
 Point = tuple[float, float]
@@ -70,6 +72,19 @@ def table(headings: list[str], rows: list[list[str]]) -> Markup:
 def section(title: str, *children: Markup | None) -> Markup:
     """Returns a card with a heading."""
     return tag("section", tag("h2", title), *children, class_="card")
+
+
+def html_page(title: str, body: Markup) -> str:
+    """Returns one HTML document without scripts or links."""
+    style = (resources.files("recserve.experiments") / STYLE).read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("title", title),
+        tag("style", Markup(style)),
+    )
+    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from importlib import resources
 
-from recserve.experiments.charts import Axis, Markup, interval, section, table, tag
+from recserve.experiments.charts import Axis, Markup, html_page, interval, section, table, tag
 from recserve.schemas.experiments import (
     ArmStatus,
     ArmVerdict,
@@ -15,7 +14,6 @@ from recserve.schemas.experiments import (
     VerdictKind,
 )
 
-STYLE = "report.css"
 # The class of a verdict in the style sheet.
 KINDS: dict[VerdictKind, str] = {
     "ship": "better",
@@ -37,16 +35,8 @@ def live_page(found: ExperimentsResponse, url: str) -> str:
         found: State of the experiments.
         url: Address of the server.
     """
-    style = (resources.files("recserve.experiments") / STYLE).read_text(encoding="utf-8")
     title = f"Experiments of {url}"
     said = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("style", Markup(style)),
-    )
     none = None if found.experiments else tag("p", "This server runs no experiments.")
     body = tag(
         "main",
@@ -55,7 +45,7 @@ def live_page(found: ExperimentsResponse, url: str) -> str:
         *(_experiment(one) for one in found.experiments),
         tag("footer", "Written by recserve. Intervals of changes hold at every look."),
     )
-    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")
+    return html_page(title, body)
 
 
 def _experiment(one: ExperimentStatus) -> Markup:

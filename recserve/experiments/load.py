@@ -418,7 +418,7 @@ async def drive(
         if until is not None:
             watchers.append(asyncio.create_task(_stop_early(sender, until)))
         try:
-            await (sender.closed(shots) if options.workers else sender.open(shots))
+            await (sender.send_in_turn(shots) if options.workers else sender.send_on_time(shots))
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -480,7 +480,7 @@ class _Sender:
         """Where the run is."""
         return LoadProgress(done=self.finished, errors=self.errors, total=total, seconds=self.now())
 
-    async def closed(self, shots: Sequence[Shot]) -> None:
+    async def send_in_turn(self, shots: Sequence[Shot]) -> None:
         """Sends shots with a fixed number of workers."""
         numbered = iter(enumerate(shots))
 
@@ -494,7 +494,7 @@ class _Sender:
 
         await asyncio.gather(*(work() for _ in range(self.options.workers)))
 
-    async def open(self, shots: Sequence[Shot]) -> None:
+    async def send_on_time(self, shots: Sequence[Shot]) -> None:
         """Starts every shot at its time."""
         loop = asyncio.get_running_loop()
         places = asyncio.Semaphore(self.options.max_in_flight)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from recserve.experiments.charts import (
     Line,
     Markup,
     chart,
+    html_page,
     interval,
     linear_axis,
     log_axis,
@@ -53,7 +53,6 @@ SECRET_FLAGS = ("--header",)
 PERCENTILES = ("p50", "p90", "p95", "p99", "p99.9")
 # Bytes of JSON that are shown without a fold: a line or two.
 LONGEST_OPEN = 160
-STYLE = "report.css"
 # The class of a verdict in the style sheet, and its badge.
 KINDS: dict[VerdictKind, tuple[str, str]] = {
     "better": ("better", "better"),
@@ -590,14 +589,6 @@ def looks(one: Comparison) -> Markup | None:
 
 def page(document: ReportDocument) -> str:
     """Returns the report as one HTML document."""
-    style = (resources.files("recserve.experiments") / STYLE).read_text(encoding="utf-8")
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", document.title),
-        tag("style", Markup(style)),
-    )
     comparisons = document.comparisons
     body = tag(
         "main",
@@ -619,7 +610,7 @@ def page(document: ReportDocument) -> str:
         tag("div", checks(document), facts(document), class_="grid two"),
         tag("footer", "Written by recserve. Times are in milliseconds unless they say otherwise."),
     )
-    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en")
+    return html_page(document.title, body)
 
 
 def _header(document: ReportDocument) -> Markup:
@@ -647,13 +638,13 @@ def _verdict(one: Comparison) -> Markup:
     text = tag(
         "div",
         tag("p", tag("span", word, class_=f"badge {style}")),
-        tag("p", unbroken(one.verdict), class_="sentence"),
+        tag("p", join_units(one.verdict), class_="sentence"),
         tag("p", detail, class_="note"),
     )
     return tag("section", big, text, class_=f"card verdict {style}")
 
 
-def unbroken(text: str) -> str:
+def join_units(text: str) -> str:
     """Returns the text with numbers and their units on one line."""
     return text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" ms", "\N{NO-BREAK SPACE}ms")
 

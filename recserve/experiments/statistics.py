@@ -336,9 +336,9 @@ def compare(
         return reach * inflation * robust_error(score)
 
     end, end_ms = float(np.log(UNBOUNDED)), control * UNBOUNDED
-    low, high = np.clip(invert(scores.scaled, limit, ratio, 0.01), -end, end)
+    low, high = np.clip(invert(scores.at_factor, limit, ratio, 0.01), -end, end)
     low_ms, high_ms = np.clip(
-        invert(scores.shifted, limit, change, 0.01 * control), -end_ms, end_ms
+        invert(scores.at_shift, limit, change, 0.01 * control), -end_ms, end_ms
     )
     return Effect(
         statistic=statistic,
@@ -370,7 +370,7 @@ def no_difference_p(observations: Observations, statistic: Statistic) -> float:
         raise ValueError(f"{len(values)} values in {blocks} blocks: expected both arms and two")
     if not values.min() > 0:
         raise ValueError(f"smallest value {values.min()}: latencies are above 0")
-    scores = BlockScores(observations, statistic).scaled(0.0)
+    scores = BlockScores(observations, statistic).at_factor(0.0)
     if observations.units is None:
         return sign_test(scores)
     inflation, degrees = _spread(observations, statistic)
@@ -401,7 +401,7 @@ def robust_estimate(observations: Observations, statistic: Statistic) -> LogRati
     ratio = float(np.log(scores.level(True) / scores.level(False)))
     inflation = unit_inflation(observations, statistic) if observations.units is not None else 1.0
     low, high = invert(
-        scores.scaled, lambda score: ROBUST_REACH * inflation * robust_error(score), ratio, 0.01
+        scores.at_factor, lambda score: ROBUST_REACH * inflation * robust_error(score), ratio, 0.01
     )
     end = float(np.log(UNBOUNDED))
     width = float(min(high, end) - max(low, -end))
@@ -459,11 +459,11 @@ class BlockScores:
             return float(values.mean())
         return float(np.quantile(values, self.level_of))
 
-    def scaled(self, log_factor: float) -> Floats:
+    def at_factor(self, log_factor: float) -> Floats:
         """[num_blocks] scores after the treatment's values are divided by a factor."""
         return self._scores(self.arms[1] * np.exp(-log_factor))
 
-    def shifted(self, shift: float) -> Floats:
+    def at_shift(self, shift: float) -> Floats:
         """[num_blocks] scores after a shift is taken off the treatment's values."""
         return self._scores(self.arms[1] - shift)
 
@@ -663,7 +663,7 @@ def guard_mean(
     control, treatment = scores.level(False), scores.level(True)
     sign = 1.0 if worse == "lower" else -1.0
     change = sign * (treatment - control)
-    by_block = scores.shifted(treatment - control)
+    by_block = scores.at_shift(treatment - control)
     num_blocks = observations.num_blocks
     error = math.sqrt(float((by_block**2).sum()) * num_blocks / max(num_blocks - 1, 1))
     degrees = num_blocks - 1

@@ -84,9 +84,9 @@ def test_scores_of_equal_arms_add_up_to_the_difference():
         np.array([False, False, True, True]),
         np.array([0, 1, 0, 1]),
     )
-    assert BlockScores(observed, "mean").shifted(0.0).tolist() == [1.0, 1.0]
-    assert BlockScores(observed, "mean").shifted(2.0).tolist() == [0.0, 0.0]
-    assert BlockScores(observed, "p50").scaled(0.0).sum() == 0.5
+    assert BlockScores(observed, "mean").at_shift(0.0).tolist() == [1.0, 1.0]
+    assert BlockScores(observed, "mean").at_shift(2.0).tolist() == [0.0, 0.0]
+    assert BlockScores(observed, "p50").at_factor(0.0).sum() == 0.5
 
 
 def test_the_sign_test_is_the_exact_one():
