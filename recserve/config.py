@@ -73,8 +73,9 @@ class ServerConfig(BaseSettings):
             that all bundles share them.
         api_keys: Accepted keys, of 16 characters or more. A client sends one of them as
             `Authorization: Bearer KEY`.
-        key_quota: Requests per minute that each of `api_keys` may send, in bursts of ten seconds'
-            worth. By default no limit. Each process counts for itself.
+        key_quota: Requests per minute that each of `api_keys` may send. A key that was idle for a
+            minute may send all of them at once. By default no limit. Each process counts for
+            itself.
         admin_keys: Keys of the routes below `/admin/`, of 16 characters or more. Without any these
             routes are disabled.
         allowed_hosts: Without `api_keys`, host names that clients may use beside those of the

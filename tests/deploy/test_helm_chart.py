@@ -1,6 +1,7 @@
 """The Helm chart, rendered by Helm's own library and checked against Kubernetes' schemas."""
 
 import itertools
+import json
 
 import pytest
 import yaml
@@ -9,6 +10,7 @@ helm = pytest.importorskip("helm_python", reason="NO helm-python-sdk: the chart 
 
 from recserve.config import ServerConfig  # noqa: E402
 from recserve.schemas.api import OPEN_PATHS  # noqa: E402
+from tests.support.chart_schema import FILE, config_schema  # noqa: E402
 from tests.support.manifests import check_drain, check_schema, check_security, probe_paths  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
 
@@ -164,3 +166,34 @@ def test_wrong_values_are_refused(values, message):
         merged = {**LEAST, **values}
         chart.validate_schema(merged)
         chart.render(merged)
+
+
+def test_the_chart_knows_every_setting():
+    """If this fails, run `python -m tests.support.chart_schema`."""
+    assert json.loads(FILE.read_text())["properties"]["config"] == config_schema()
+
+
+def closed_maps(schema, path=()):
+    """Yields the path of each map of the values that has a list of names."""
+    if schema.get("additionalProperties") is False:
+        yield path
+    for name, one in (schema.get("properties") or {}).items():
+        if one:
+            yield from closed_maps(one, (*path, name))
+    if "items" in schema:
+        yield from closed_maps(schema["items"], (*path, 0))
+
+
+@pytest.mark.parametrize("path", list(closed_maps(json.loads(FILE.read_text()))), ids=str)
+def test_an_unknown_value_is_refused(path):
+    value = {"max_que": "3"}
+    for name in reversed(path):
+        value = [value] if name == 0 else {name: value}
+    with pytest.raises(helm.HelmError, match="max_que"), helm.Chart.load(CHART) as chart:
+        chart.render({**LEAST, **value})
+
+
+@pytest.mark.parametrize("name", ServerConfig.model_fields)
+def test_a_misspelt_setting_is_refused(name):
+    with pytest.raises(helm.HelmError, match=f"{name}x"), helm.Chart.load(CHART) as chart:
+        chart.render({**LEAST, "config": {f"{name}x": 1}})
