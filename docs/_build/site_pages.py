@@ -9,7 +9,6 @@ the site does not carry the sources.
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +65,8 @@ def _metavar(parameter: Any) -> str:
 
 
 def _option_row(parameter: Any) -> str:
+    from recserve.cli.settings_table import describe_kind
+
     flags = [] if _is_argument(parameter) else [*parameter.opts, *parameter.secondary_opts]
     shown = ", ".join(f"`{flag}`" for flag in flags) if flags else f"`{_metavar(parameter)}`"
     default = parameter.default
@@ -75,7 +76,7 @@ def _option_row(parameter: Any) -> str:
         shown_default = isinstance(default, str | int | float) and default is not False
         default = f"`{default}`" if shown_default else ""
     descriptor = getattr(parameter, "type_descriptor", None)
-    kind = _words(descriptor.annotation) if descriptor else parameter.type.name
+    kind = describe_kind(descriptor.annotation) if descriptor else parameter.type.name
     if getattr(parameter, "is_flag", False):
         kind = "flag"
     many = " (repeatable)" if getattr(parameter, "multiple", False) else ""
@@ -85,65 +86,16 @@ def _option_row(parameter: Any) -> str:
 
 def configuration() -> str:
     """Every key of the server's settings with its type, default and bounds."""
-    from recserve.config import ENV_PREFIX, ServerConfig
+    from recserve.cli.settings_table import list_settings
+    from recserve.config import ENV_PREFIX
 
-    described = _attribute_texts(ServerConfig.__doc__ or "", list(ServerConfig.model_fields))
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in ServerConfig.model_fields.items():
-        text = field.description or described.get(name, "")
-        default = "" if field.default is None else f"`{field.default}`"
-        default = "" if default in ("`()`", "`[]`") else default
-        lines.append(f"| `{name}` | {_type(field)} | {default} | {_cell(text)} |")
+    for one in list_settings():
+        kind = f"{one.kind}, {one.bounds}" if one.bounds else one.kind
+        default = f"`{one.default}`" if one.default else ""
+        lines.append(f"| `{one.name}` | {kind} | {default} | {_cell(one.meaning)} |")
     lines += ["", f"The environment variable of a key is `{ENV_PREFIX}` and its name in capitals."]
     return "\n".join(lines)
-
-
-def _attribute_texts(docstring: str, names: list[str]) -> dict[str, str]:
-    """Texts of `name: text` in a docstring, by name."""
-    flat = " ".join(docstring.split())
-    known = "|".join(names)
-    found = re.split(rf"(?:^|\s)((?:(?:{known})(?:, )?)+): ", flat)
-    texts: dict[str, str] = {}
-    for listed, text in zip(found[1::2], found[2::2], strict=True):
-        texts.update(dict.fromkeys(listed.split(", "), text.strip()))
-    return texts
-
-
-def _type(field: Any) -> str:
-    """A field's type in words, with its bounds."""
-    words = _words(field.annotation)
-    bounds = [
-        f"{sign} {getattr(limit, attribute):,}"
-        for limit in field.metadata
-        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if getattr(limit, attribute, None) is not None
-    ]
-    return f"{words}, {' and '.join(bounds)}" if bounds else words
-
-
-def _words(annotation: Any) -> str:
-    """A type in words; of a literal its values."""
-    options = () if isinstance(annotation, type) else typing.get_args(annotation)
-    literals = [
-        str(value)
-        for option in (annotation, *options)
-        if typing.get_origin(option) is typing.Literal
-        for value in typing.get_args(option)
-    ]
-    if literals:
-        return ", ".join(f"`{value}`" for value in literals)
-    text = str(annotation)
-    kinds = {
-        "dict": "mapping",
-        "Path": "path",
-        "SecretStr": "secret",
-        "str": "text",
-        "int": "integer",
-        "float": "number",
-        "bool": "boolean",
-    }
-    words = next((word for name, word in kinds.items() if name in text), text)
-    return f"list of {words}s" if "tuple" in text or "list[" in text else words
 
 
 def metrics() -> str:

@@ -79,14 +79,30 @@ def serve(
     metrics_compat: Annotated[
         str | None, typer.Option(help="`vllm` also exports metrics under vLLM's names.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with settings.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with settings; --help-settings lists them.")
+    ] = None,
+    help_settings: Annotated[
+        bool,
+        typer.Option(
+            "--help-settings",
+            help="Print all settings with their types, defaults and bounds, and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Serve a bundle, a language model or both over HTTP.
 
-    A flag overrides its RECSERVE_* variable, which overrides --config.
+    These flags are the most common settings. See --help-settings for all of them.
+
+    A flag overrides its RECSERVE_* variable, which overrides the file of --config.
     """
     from recserve.config import ServerConfig
 
+    if help_settings:
+        from recserve.cli.settings_table import settings_text
+
+        typer.echo(settings_text())
+        return
     flags = {
         **{"bundle": bundle, "host": host, "port": port, "store": store, "device": device},
         **{"llm": llm, "llm_name": llm_name, "chat_template": chat_template},

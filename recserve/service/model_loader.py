@@ -21,7 +21,7 @@ from recserve.models.ranker import load_ranker
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategy import Heads
 from recserve.service.memory import ModelSize, fitting_dtypes
-from recserve.service.snapshot import Snapshot
+from recserve.service.snapshot import LISTS, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,18 @@ def model_fields(models: EngineModels, strategies: tuple[str, ...]) -> dict[str,
 
     Returns:
         The number of parameters of each model, with the strategies and outcomes of the
-        recommender and the tasks of the ranker.
+        recommender and the tasks of the ranker. Before its training, the recommender has the lists
+        that a slate can have.
     """
     facts: dict[str, dict[str, Any]] = {}
-    if models.recommender is not None:
+    if models.recommender is None:
+        facts["recommender"] = {
+            "trained": False,
+            "parameters": 0,
+            "strategies": [],
+            "lists": list(LISTS),
+        }
+    else:
         count = _count_parameters(models.recommender)
         facts["recommender"] = {"parameters": count, "strategies": list(strategies)}
         if models.heads.retriever is not None:

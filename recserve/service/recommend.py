@@ -51,7 +51,8 @@ DEFAULT_BEAM_WIDTH = 50
 class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
     """Recommends items with the recommender, or from a list: `popular` or `latest`.
 
-    An empty history gets the popular items too, and they fill what the model leaves empty.
+    An empty history gets the popular items too, and they fill what the model leaves empty. So does
+    a request of `auto` while no recommender is trained.
 
     Attributes:
         prefixes: Builds the prefix from a history.
@@ -181,13 +182,16 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
 
         Raises:
             InvalidRequest: If the fields do not fit the bundle's models or each other.
-            UnknownModel: If the search needs a recommender, and the bundle holds none.
+            UnknownModel: If the request names a strategy of a recommender, and there is none.
         """
-        if body.strategy not in LISTS:
+        untrained = body.strategy == AUTO and self.prefixes is None
+        if not untrained and body.strategy not in LISTS:
             self.check_model()
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
             raise InvalidRequest("beam_width", f"at least k = {body.k}, got {width}")
+        if untrained:
+            return SlatePlan(POPULAR, width, None, 0.0, hurried=False, untrained=True)
         chosen = self.auto_setting(body)
         strategy, hurried = self._strategy(body, width, deadline_s, chosen)
         outcome = self._outcome(body.outcome, strategy)
@@ -331,6 +335,7 @@ class SlatePlan:
         outcome: [O] weights in the retriever's order; None means the retriever's own mix.
         dense_weight: Weight of the dense head.
         hurried: True if the exact strategy was expected to miss the deadline.
+        untrained: True if `auto` takes a list because the bundle holds no recommender.
     """
 
     strategy: str
@@ -338,6 +343,7 @@ class SlatePlan:
     outcome: np.ndarray | None
     dense_weight: float
     hurried: bool
+    untrained: bool = False
 
 
 class SlateBuilder:
@@ -385,6 +391,8 @@ class SlateBuilder:
         self.degraded = list(history.degraded)
         if plan.hurried:
             self.degraded.append("hurried")
+        if plan.untrained:
+            self.degraded.append("no_recommender")
         self.quota = None
         diversity = call.body.diversity
         if diversity is not None and diversity.at_least is not None:

@@ -1,9 +1,12 @@
 """Settings: precedence, unknown keys, bounds, and the refusal to stand open."""
 
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from recserve.cli.app import app
 from recserve.config import ConfigError, ServerConfig, is_loopback
 
 KEY = "a-key-of-sixteen"
@@ -120,3 +123,18 @@ def test_drafters_come_from_flag_environment_and_file(tmp_path, monkeypatch):
     assert ServerConfig.load({}, file).drafters == ("ngram", "medusa=heads")
     assert ServerConfig.load({"drafters": ["lookahead"]}, file).drafters == ("lookahead",)
     assert ServerConfig.load({"llm": "m"}).bundle is None
+
+
+def test_the_command_prints_every_setting_with_its_variable_default_and_bounds():
+    """The flags of `serve` are a part of the settings; `--help` says where all of them are."""
+    helped = CliRunner().invoke(app, ["serve", "--help"]).output
+    assert "--help-settings" in helped
+    printed = CliRunner().invoke(app, ["serve", "--help-settings"]).output
+    for name, field in ServerConfig.model_fields.items():
+        (line,) = re.findall(rf"^{name}  .*$", printed, re.MULTILINE)
+        assert line.endswith(f"RECSERVE_{name.upper()}")
+        assert field.default in (None, (), []) or f"default {field.default}" in line
+        for limit in field.metadata:
+            for bound in ("ge", "gt", "le", "lt"):
+                value = getattr(limit, bound, None)
+                assert value is None or f" {value:,}" in line

@@ -463,12 +463,13 @@ def test_a_bundle_without_models_says_so(tmp_path):
     bundle = tiny_bundle(tmp_path, ranker=False, recommender=False)
     service = Service.open(bundle, device="cpu")
     assert (tmp_path / "bundle.history").is_dir()
-    for name in (*strategy_classes(), "auto"):
+    for name in strategy_classes():
         with pytest.raises(UnknownModel, match="or ask for strategy popular or latest"):
             recommend(service, "u", strategy=name)
     with pytest.raises(UnknownModel):
         rank(service, "u", ["i"])
-    assert service.models() == []
+    assert recommend(service, "u").degraded == ["no_recommender"]
+    assert [model["recserve"]["trained"] for model in service.models()] == [False]
     service.close()
     with pytest.raises(ServiceClosed):
         recommend(service, "u")

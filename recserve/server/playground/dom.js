@@ -91,6 +91,7 @@ export function timing(times, rest = "") {
 }
 
 const NOTES = {
+  no_recommender: "No recommender is trained yet: the slate holds popular items.",
   cold_start: "No known events: the slate holds popular items.",
   fewer_than_k: "The filter or the exclusions leave fewer items than requested.",
   no_model_items: "The model found no allowed item; popular items fill the slate.",

@@ -167,10 +167,7 @@ def _serving(context: RequestContext, name: str) -> Service:
     service = context.service
     if name not in INPUTS:
         raise UnknownModel(f"expected one of {', '.join(INPUTS)}, got {name[:80]!r}")
-    if name == "recommend":
-        service.recommender.check_model()
-    else:
-        _ = service.ranker
+    _ = service.recommender if name == "recommend" else service.ranker
     version = context.parameters.get("version")
     if version is not None and version != (served := service.versions()["model_version"]):
         raise UnknownModel(f"expected version {served} of {name}, got {version[:80]!r}")
