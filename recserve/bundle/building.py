@@ -195,6 +195,8 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     # Held-out events must influence neither vectors nor popularity.
     train = events.leave_one_out().train
     encoder, vectors = _vectors(options, items, bad_items, train)
+    for line in () if encoder is None else _unknown_lines(bad_items.file, items, encoder):
+        log(line)
     bundle, index, codes_report, lost = _write(options, items, events, encoder, vectors, log)
     report = BuildReport(
         out,
@@ -297,6 +299,19 @@ def _column_lines(report: BadRows, filterable: Sequence[str]) -> list[str]:
             use = ATTRIBUTE + note + use.removeprefix(ATTRIBUTE)
         lines.append(f"{report.file}: column {column.name} ({column.type}): {use}")
     return lines
+
+
+def _unknown_lines(file: str, items: ItemTable, encoder: TextEncoder) -> list[str]:
+    """Returns a line that counts the titles without a word for vectors; none without such a one."""
+    titled = [row for row, title in enumerate(items.titles) if title.strip()]
+    unknown = [row for row in titled if not encoder.knows(items.titles[row])]
+    if not unknown:
+        return []
+    example = f"{items.titles[unknown[0]][:40]!r} of item {items.ids[unknown[0]][:40]!r}"
+    return [
+        f"{file}: {len(unknown)} of {len(titled)} titles have no usable word, such as {example}; "
+        "these items get their vectors from keywords, categories and events only"
+    ]
 
 
 def _vectors(

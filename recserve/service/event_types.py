@@ -17,7 +17,6 @@ the table again, and takes the next number.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -36,6 +35,7 @@ from recserve.features.history.type_names import (
     MAX_TYPE_BYTES,
     check_type_names,
 )
+from recserve.features.words import closest
 
 TYPE_TABLE = mark_id("event-types")
 PARTS = MAX_TYPE_BYTES // 8
@@ -135,7 +135,7 @@ class EventTypes:
         numbers = {name: number for number, name in enumerate(self._names)}
         self._numbers = {name: numbers[name] for name in known}
         self.known = known
-        self._near = lru_cache(256)(lambda name: difflib.get_close_matches(name, known, NEAR))
+        self._near = lru_cache(256)(lambda name: closest(name, known, NEAR))
 
     def _read(self) -> tuple[str, ...]:
         """Returns the names of all numbers."""

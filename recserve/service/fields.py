@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 from recserve.features.catalog.versions import CatalogVersion
+from recserve.features.words import closest
 from recserve.schemas.items import MAX_FIELD_VALUES, InvalidRequest
 
 MAX_NAMED = 40  # columns that a message lists
@@ -27,7 +27,7 @@ def unknown_column(name: str, known: Sequence[str]) -> str:
     listed = ", ".join(known[:MAX_NAMED])
     if len(known) > MAX_NAMED:
         listed += f" and {len(known) - MAX_NAMED} more"
-    near = difflib.get_close_matches(name, known, 1)
+    near = closest(name, known)
     hint = f"; did you mean {near[0]}?" if near else ""
     return f"the catalogue has {listed}; got {name[:60]!r}{hint}"
 

@@ -54,6 +54,7 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_USE
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vector_index import VersionIndex
+from recserve.features.words import fold
 from recserve.files import UnreadableFile
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
@@ -199,7 +200,7 @@ class LiveCatalog:
         if query.ids is not UNSET:
             return _find_items(snapshot, query, query.ids)
         limit = DEFAULT_LISTED if query.limit is UNSET else query.limit
-        text = query.query.strip().casefold()
+        text = fold(query.query.strip())
         exact = items.visible.get(query.query.strip()) if text else -1
         matching: list[int] = [exact] if exact >= 0 and not query.after else []
         place, stop = query.after, query.after + MAX_SCANNED
@@ -589,11 +590,11 @@ def _num_items(items: CatalogVersion) -> int:
 
 
 def _contains(items: CatalogVersion, row: int, text: str) -> bool:
-    """Returns True if the title or the id of an item contains a casefolded text."""
+    """Returns True if the title or the id of an item contains a folded text."""
     if not text:
         return True
     title = items.record(row).title if items.num_records else items.base.items.titles[row]
-    return text in title.casefold() or text in items.item_id(row).casefold()
+    return text in fold(title) or text in fold(items.item_id(row))
 
 
 @dataclass

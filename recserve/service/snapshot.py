@@ -33,6 +33,7 @@ from recserve.features.catalog.versions import (
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.arrays import RowMap, are_among
 from recserve.features.vectors.vector_index import VersionIndex
+from recserve.features.words import canonical
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
@@ -437,7 +438,8 @@ class GroupIndex:
 class BundleCategories:
     """Numbers the category paths of a bundle and of its later versions.
 
-    Each whole path is one group; its parts are not groups. Several threads may call this class.
+    Each whole path is one group; its parts are not groups. Paths that are canonically equivalent
+    are one path. Several threads may call this class.
     """
 
     def __init__(self, paths: list[list[str]]) -> None:
@@ -454,10 +456,10 @@ class BundleCategories:
 
     def of_paths(self, paths: list[str]) -> list[int]:
         """Returns the distinct groups of an item; a new path gets a new number."""
-        return [self._number(path) for path in dict.fromkeys(paths)]
+        return [self._number(path) for path in dict.fromkeys(map(canonical, paths))]
 
     def path(self, group: int) -> str:
-        """Returns the category path of a group."""
+        """Returns the canonical category path of a group."""
         return self._names[group]
 
     def _number(self, path: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from recserve.features.tables.attribute_values import (
     round_to,
     temporal_bounds,
 )
+from recserve.features.words import canonical, closest
 
 MAX_COMPARED = 2000  # distinct texts; to compare this many with one text takes about 20 ms
 
@@ -50,12 +50,14 @@ class TextColumn:
     """A column of strings or of lists of strings.
 
     Attributes:
-        rows: int32 rows of each value.
+        rows: int32 rows of each value, by its canonical form.
         num_items: I.
+        exact: Whether texts are equal only if their characters are, as those of ids.
     """
 
     rows: dict[str, np.ndarray]
     num_items: int
+    exact: bool = False
 
     def equal(self, values: Sequence[Any]) -> np.ndarray:
         """Returns [I] bool, True where the column has one of the values."""
@@ -63,7 +65,7 @@ class TextColumn:
         for value in values:
             if not isinstance(value, str):
                 raise ValueError(f"is compared with text, got {short_form(value)}")
-            rows = self.rows.get(value)
+            rows = self.rows.get(value if self.exact else canonical(value))
             if rows is not None:  # most ids of an `in` list are not in this segment of the log
                 out[rows] = True
         return out
@@ -74,15 +76,14 @@ class TextColumn:
 
     def absent(self, values: Sequence[Any]) -> list[Any]:
         """Returns those of the values that no item has."""
-        return [value for value in values if value not in self.rows]
+        return [v for v in values if (v if self.exact else canonical(v)) not in self.rows]
 
     def nearest(self, value: Any) -> str | None:
         """Returns the text of the column that resembles a value most, or None."""
         if len(self.rows) > MAX_COMPARED:
             return None
-        folded = {text.casefold(): text for text in self.rows}
-        near = difflib.get_close_matches(value[:256].casefold(), folded, 1)
-        return folded[near[0]] if near else None
+        near = closest(value[:256], self.rows)
+        return near[0] if near else None
 
 
 @dataclass(frozen=True)
@@ -249,14 +250,14 @@ def path_column(categories: Sequence[Sequence[str]]) -> TextColumn:
     return text_column([_parts(paths) for paths in categories])
 
 
-def text_column(values: Sequence[Sequence[str]]) -> TextColumn:
-    """Builds a text column from the values of each row."""
+def text_column(values: Sequence[Sequence[str]], exact: bool = False) -> TextColumn:
+    """Builds a text column from the values of each row. `exact`: as in `TextColumn`."""
     rows: dict[str, list[int]] = {}
     for row, found in enumerate(values):
         for value in found:
-            rows.setdefault(value, []).append(row)
+            rows.setdefault(value if exact else canonical(value), []).append(row)
     arrays = {value: np.array(found, dtype=np.int32) for value, found in rows.items()}
-    return TextColumn(arrays, len(values))
+    return TextColumn(arrays, len(values), exact)
 
 
 def short_form(value: Any) -> str:
@@ -270,7 +271,7 @@ def short_form(value: Any) -> str:
         return f"an object with {', '.join(map(str, value))[:60] or 'nothing'}"
     if is_number(value):
         return str(value)[:60] if not isinstance(value, int) or abs(value) < 10**60 else "a number"
-    return json.dumps(value, default=str)[:60]
+    return json.dumps(value, default=str, ensure_ascii=False)[:60]
 
 
 def _ends(expected: str, low: Any, high: Any) -> str:

@@ -7,15 +7,16 @@ A filter F has one of these forms:
 - `{"in": [field, [value, ...]]}`: the field has one of the values.
 - `{"range": [field, low, high]}`: low <= field <= high. A null end is open.
 
-A null attribute satisfies no condition, and neither does NaN. A field is `item_id`, `categories`,
-`available_from`, `expires_at` or a column of the items file. `categories` matches a whole path,
-each prefix of a path and each part of it. `category` is another name of `categories`, unless the
-items file has a column `category`.
+A null attribute satisfies no condition, and neither does NaN. Texts are equal if they are
+canonically equivalent (`features/words.py`), ids only if their characters are.
+
+A field is `item_id`, `categories`, `available_from`, `expires_at` or a column of the items file.
+`categories` matches a whole path, each prefix of a path and each part of it. `category` is another
+name of `categories`, unless the items file has a column `category`.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from recserve.features.catalog.filter_columns import (
     text_column,
 )
 from recserve.features.tables.items import TIME_USE, ItemTable
+from recserve.features.words import closest
 
 MAX_DEPTH = 8
 MAX_CONDITIONS = 64  # `eq`, `in` and `range`; `and`, `or` and `not` only combine them
@@ -168,7 +170,7 @@ class ItemFilters:
             shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
             raise FilterError(here, f"expected [field, {shape}], got {short_form(operand)}")
         if operand[0] not in self.fields:
-            near = difflib.get_close_matches(operand[0], self.fields, 1)
+            near = closest(operand[0], self.fields)
             hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
             if kind := self._kinds.get(operand[0]):
                 hint = f"filters cannot read the type of this column, {kind}"
@@ -206,7 +208,7 @@ class ItemFilters:
 
     def _make_column(self, name: str) -> FilterColumn:
         if name == ITEM_ID:
-            return text_column([[i] for i in self._items.ids])
+            return text_column([[i] for i in self._items.ids], exact=True)
         if name in TIME_USE:
             return make_column(self._items.time(name))
         if name in self._kinds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from recserve.features.tables.items import (
     TIME_USE,
     ItemTable,
 )
+from recserve.features.words import canonical, closest
 
 SEGMENT = 1024
 OWN_FIELDS = ("title", "categories", AVAILABLE_FROM, EXPIRES_AT)
@@ -124,13 +124,13 @@ class RecordLog:
         return values
 
     def of_category(self, path: str, count: int) -> list[int]:
-        """Returns ascending places of the first `count` records that have a category path.
+        """Returns ascending places of the first `count` records that have a canonical path.
 
         The whole path must match. All calls together read each record once.
         """
         with self._lock:
             for place in range(self._followed, count):
-                for category in dict.fromkeys(self.records[place].categories):
+                for category in dict.fromkeys(map(canonical, self.records[place].categories)):
                     self._by_path.setdefault(category, []).append(place)
             self._followed = max(self._followed, count)
             places = self._by_path.get(path, [])
@@ -183,7 +183,7 @@ def check_attributes(given: Mapping[str, Any], schema: pa.Schema) -> dict[str, A
     checked = {}
     for name, value in given.items():
         if name not in schema.names:
-            near = difflib.get_close_matches(name, [*schema.names, *OWN_FIELDS], 1)
+            near = closest(name, [*schema.names, *OWN_FIELDS])
             known = f"did you mean {near[0]}?" if near else _list_attributes(schema)
             raise ValueError(f"unknown attribute {name[:60]!r}; {known}")
         kind = schema.field(name).type

@@ -1,10 +1,15 @@
-"""Numbers item categories. A path "A > B > C" belongs to "A", "A > B" and "A > B > C"."""
+"""Numbers item categories. A path "A > B > C" belongs to "A", "A > B" and "A > B > C".
+
+Names that are canonically equivalent are one category.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+
+from recserve.features.words import canonical
 
 PATH_SEPARATOR = " > "
 MAX_CATEGORIES = 16
@@ -17,7 +22,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _item_categories(paths: Sequence[str]) -> set[str]:
-    return {prefix for path in paths for prefix in _prefixes(path)}
+    return {prefix for path in paths for prefix in _prefixes(canonical(path))}
 
 
 def category_vocabulary(
@@ -49,7 +54,7 @@ def category_matrix(
         [I, K] int32, rarest first, padded with G. K is at most 16; an item keeps its rarest
         categories.
     """
-    number = {name: i for i, name in enumerate(names)}
+    number = {canonical(name): i for i, name in enumerate(names)}
     rarest: dict[tuple[str, ...], list[int]] = {}  # items share their paths
     for paths in map(tuple, categories):
         if paths not in rarest:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +16,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from recserve.features.tables.items import ItemTable
+from recserve.features.words import fold, words
 from recserve.files import read_json, regular_file, whole_file
-
-TOKEN_PATTERN = r"[^\W_]{2,}|c:\S+"
-TOKENS = re.compile(TOKEN_PATTERN)
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,7 @@ class TextEncoder:
         """
         vectors = np.zeros((len(items), self.components.shape[1]))
         for row in range(len(items)):
-            tokens = TOKENS.findall(document(items, row).lower())
-            counts = Counter(self._columns[token] for token in tokens if token in self._columns)
+            counts = Counter(self._known(document(items, row)))
             if not counts:
                 continue
             columns = sorted(counts)
@@ -59,6 +55,14 @@ class TextEncoder:
             weights /= np.sqrt(np.cumsum(weights * weights)[-1])
             vectors[row] = (weights[:, None] * self.components[columns]).sum(axis=0)
         return unit(vectors.astype(np.float32))
+
+    def knows(self, text: str) -> bool:
+        """Returns whether a text has a word of the vocabulary."""
+        return bool(self._known(text))
+
+    def _known(self, text: str) -> list[int]:
+        """Returns the columns of a text's words, in their order."""
+        return [self._columns[word] for word in words(text) if word in self._columns]
 
     def save(self, folder: Path) -> None:
         """Writes terms.json and text.safetensors."""
@@ -88,16 +92,18 @@ class TextEncoder:
 
 
 def document(items: ItemTable, row: int) -> str:
-    """Returns an item's title, keywords and category prefixes; each prefix is one term."""
-    words = [items.titles[row]]
+    """Returns an item's title, keywords and category prefixes; `words` makes each prefix one."""
+    texts = [items.titles[row]]
     if "keywords" in items.attributes.column_names:
         keywords = items.attributes.column("keywords")[row].as_py()
         if keywords:
-            words += keywords if isinstance(keywords, list) else [str(keywords)]
+            listed = keywords if isinstance(keywords, list) else [keywords]
+            texts += [str(keyword) for keyword in listed if keyword is not None]
     for path in items.categories[row]:
-        parts = ["-".join(part.split()) for part in path.split(">")]
-        words += ["c:" + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
-    return " ".join(words)
+        # Folded before it is divided: folding makes spaces of some characters.
+        parts = ["-".join(fold(part).split()) for part in path.split(">")]
+        texts += ["c:" + "/".join(parts[: depth + 1]) for depth in range(len(parts))]
+    return " ".join(texts)
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:

@@ -21,7 +21,8 @@ from recserve.features.tables.conversions import id_column
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table
-from recserve.features.vectors.text_encoder import TOKEN_PATTERN, TextEncoder, document, unit
+from recserve.features.vectors.text_encoder import TextEncoder, document, unit
+from recserve.features.words import words
 
 MAX_TERMS = 50_000
 WINDOW = 10
@@ -39,7 +40,9 @@ def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
     model = TfidfVectorizer(
         sublinear_tf=True,
         stop_words="english",
-        token_pattern=TOKEN_PATTERN,
+        lowercase=False,
+        tokenizer=words,
+        token_pattern=None,
         min_df=2 if len(items) >= 1000 else 1,
         max_features=MAX_TERMS,
     )

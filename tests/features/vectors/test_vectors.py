@@ -11,7 +11,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import BadRows, SchemaError
-from recserve.features.vectors.text_encoder import TOKEN_PATTERN, TextEncoder, document, unit
+from recserve.features.vectors.text_encoder import TextEncoder, document, unit
 from recserve.features.vectors.vectors import (
     collaborative_vectors,
     fit_text_encoder,
@@ -81,11 +81,15 @@ def test_an_encoder_computes_what_scikit_learn_does() -> None:
     rows = [ITEMS, ItemTable(list("abcde"), titles, paths, pa.table({}))]
     encoder = fit_text_encoder(ITEMS, 4, seed=0)
     reference = TfidfVectorizer(
-        sublinear_tf=True, token_pattern=TOKEN_PATTERN, vocabulary=list(encoder.terms)
+        sublinear_tf=True,
+        lowercase=False,
+        token_pattern=r"[^\W_]{2,}|c:\S+",  # of Latin text
+        vocabulary=list(encoder.terms),
     )
     reference.idf_ = encoder.idf.astype(np.float64)
     for items in rows:
-        weights = reference.transform([document(items, row) for row in range(len(items))])
+        texts = [document(items, row).lower() for row in range(len(items))]
+        weights = reference.transform(texts)
         expected = unit(np.asarray(weights @ encoder.components, dtype=np.float32))
         assert np.array_equal(encoder.encode(items), expected)
 
