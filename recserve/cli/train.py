@@ -23,7 +23,9 @@ EpochsFlag = Annotated[
 ]
 MinutesFlag = Annotated[
     float | None,
-    typer.Option("--max-minutes", help="Time limit; with --resume, earlier runs do not count."),
+    typer.Option(
+        "--max-minutes", help="Time limit of the command; with --resume, earlier runs do not count."
+    ),
 ]
 SeedFlag = Annotated[
     int, typer.Option("--seed", min=0, help="Seed of weights, order and sampling.")
@@ -333,7 +335,7 @@ def _options(
 
     return TrainOptions(
         epochs=epochs, max_minutes=max_minutes, seed=seed, device=device, resume=resume
-    )
+    ).start()
 
 
 def _print(report: TrainReport) -> None:

@@ -35,10 +35,12 @@ from recserve.training.evaluation.intervals import (
     mean_interval,
     quantile_interval,
 )
+from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 WEIGHTS = (0.0, 0.5, 1.0, 2.0, 5.0, 20.0, 100.0)
 K, WIDTH = 10, 50
 USERS, TIMED_USERS = 2000, 50
+GROUP = 64  # users between two looks at the time limit
 Goal = Literal["quality", "latency"]
 
 
@@ -95,8 +97,11 @@ def choose_auto(
     timed_users: int = TIMED_USERS,
     console: Console | None = None,
     strategies: Sequence[str] | None = None,
+    limit: TimeLimit = NO_LIMIT,
 ) -> dict[str, AutoChoice]:
     """Chooses for `kept` and `filtered`, and records choice and evidence in the bundle.
+
+    With a time limit, as many users are measured as time allows, and all candidates on the same.
 
     Args:
         bundle: A bundle with a recommender.
@@ -107,6 +112,10 @@ def choose_auto(
             `quality` allows.
         console: Where progress is printed; None means standard error.
         strategies: Strategies to choose from; None means all that the bundle has.
+        limit: Time limit of the choice. It does not bound the times of requests.
+
+    Returns:
+        The choices; empty if the time does not suffice for GROUP users. Nothing is recorded then.
 
     Raises:
         BundleError: If no recommender was trained.
@@ -114,18 +123,23 @@ def choose_auto(
     """
     if goal == "latency" and timed_users < 1:
         raise ValueError(f"timed_users is {timed_users}; goal 'latency' needs at least 1")
+    if limit.is_over:
+        return {}
     console = console or Console(stderr=True)
     answers = BundleSlates.open(bundle, device)
     cases = leave_one_out_cases(bundle.events(), "valid").sample(users)
-    choices = {
-        column: _choose(answers, cases, column, goal, timed_users, console, strategies)
-        for column in COLUMNS
-    }
+    choices: dict[str, AutoChoice] = {}
+    for number, column in enumerate(COLUMNS):
+        until = limit.part(1 / (len(COLUMNS) - number))
+        found = _choose(answers, cases, column, goal, timed_users, console, strategies, until)
+        if found is None:
+            return {}
+        choices[column] = found
     settings = {
-        column: {"strategy": found.chosen.strategy, "dense_weight": found.chosen.dense_weight}
-        for column, found in choices.items()
+        column: {"strategy": each.chosen.strategy, "dense_weight": each.chosen.dense_weight}
+        for column, each in choices.items()
     }
-    evidence = {column: asdict(found) for column, found in choices.items()}
+    evidence = {column: asdict(each) for column, each in choices.items()}
     section: dict[str, Any] = {"auto": settings, "auto_evidence": evidence}
     bundle.commit("recommender", bundle.manifest.recommender | section)
     return choices
@@ -139,32 +153,42 @@ def _choose(
     timed_users: int,
     console: Console,
     strategies: Sequence[str] | None,
-) -> AutoChoice:
-    """Measures all candidates of one column and takes one."""
-    gains: list[NDArray[np.float64]] = []
-    found: list[Candidate] = []
-    nothing = Figure(0.0, 0.0, 0.0)
-    timed = cases.sample(timed_users)
-    for strategy, weight in _candidates(answers, strategies):
+    limit: TimeLimit,
+) -> AutoChoice | None:
+    """Measures all candidates of one column and takes one; None if there is no time for it."""
+    candidates = _candidates(answers, strategies)
+    groups: list[list[NDArray[np.float64]]] = []
+    for group in cases.groups(GROUP) if limit.exists else (cases,):
+        measured = []
+        for strategy, weight in candidates:
+            if limit.is_over:
+                break
+            measured.append(_gains(answers, group, column, strategy, weight))
+            mean = f"NDCG@{K} {measured[-1].mean():.4f} on {len(group)} users"
+            console.print(
+                f"seen items {column}: {strategy}, dense weight {weight:g}: {mean}", soft_wrap=True
+            )
+        if len(measured) < len(candidates):
+            break
+        groups.append(measured)
+    if not groups:
+        return None
+    gains = [np.concatenate(values) for values in zip(*groups, strict=True)]
+    found = []
+    for (strategy, weight), values in zip(candidates, gains, strict=True):
         options = answers.options(answers.as_served(strategy), WIDTH, column == "filtered", weight)
-
-        def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
-            return answers.slates(cases, which, K, options)  # noqa: B023  # called below
-
-        label = f"{strategy}, dense weight {weight:g}, seen items {column}"
-        made = make_slates(cases, slates, column == "filtered", shown=label)
-        values = user_metrics(ranks_of(made, cases.held), (K,))[f"ndcg@{K}"]
         ndcg = Figure(float(values.mean()), *mean_interval(values))
         ms = None
         if timed_users:
             # `auto` serves `beam` by the engine's exact strategy, which may draft.
             served = StrategyChooser(answers.slates.engine.selectable).exact
             served = served if strategy == BEAM else strategy
+            timed = cases.sample(timed_users)
             _, warm = measure_times(answers, timed, K, replace(options, strategy=served))
             ms = Figure(float(np.median(warm)), *quantile_interval(warm, 0.5))
-        gains.append(values)
-        found.append(Candidate(strategy, options.dense_weight, ndcg, nothing, ms))
-        console.print(f"seen items {column}: {found[-1]}", soft_wrap=True)
+        found.append(Candidate(strategy, options.dense_weight, ndcg, Figure(0.0, 0.0, 0.0), ms))
+        if ms is not None:
+            console.print(f"seen items {column}: {found[-1]}", soft_wrap=True)
     best = max(range(len(found)), key=lambda one: gains[one].mean())
     for one, candidate in enumerate(found):
         difference = gains[best] - gains[one]
@@ -172,7 +196,21 @@ def _choose(
         found[one] = replace(candidate, behind=behind)
     chosen = take(goal, found, gains)
     ordered = sorted(found, key=lambda one: -one.ndcg.value)
-    return AutoChoice(goal, len(cases), found[chosen], tuple(ordered))
+    return AutoChoice(goal, len(gains[0]), found[chosen], tuple(ordered))
+
+
+def _gains(
+    answers: BundleSlates, cases: Cases, column: str, strategy: str, weight: float
+) -> NDArray[np.float64]:
+    """Returns NDCG@10 of each user for one candidate."""
+    options = answers.options(answers.as_served(strategy), WIDTH, column == "filtered", weight)
+
+    def slates(which: NDArray[np.int64], filtered: bool) -> NDArray[np.int64]:
+        return answers.slates(cases, which, K, options)
+
+    label = f"{strategy}, dense weight {weight:g}, seen items {column}"
+    made = make_slates(cases, slates, column == "filtered", shown=label)
+    return user_metrics(ranks_of(made, cases.held), (K,))[f"ndcg@{K}"]
 
 
 def take(goal: Goal, found: Sequence[Candidate], gains: Sequence[NDArray[np.float64]]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -78,12 +77,14 @@ def fit(
     options: TrainOptions,
     directory: Path,
     console: Console | None = None,
+    reserve: float = 0.0,
 ) -> TrainReport:
     """Trains a model and leaves it with the weights that validated best.
 
     The learning rate follows the finished share of the run. This share is the larger of two: steps
-    of all steps, and seconds of `max_minutes`. The time of earlier, resumed runs does not count. A
-    run that was interrupted and resumed equals an uninterrupted one, unless `max_minutes` ends it.
+    of all steps, and seconds of those that `max_minutes` leaves. The time of earlier, resumed runs
+    does not count. A run that was interrupted and resumed equals an uninterrupted one, unless
+    `max_minutes` ends it.
 
     Args:
         trainee: Model, data and validation.
@@ -91,6 +92,7 @@ def fit(
         options: Options of the command, for example seed and time limit.
         directory: Receives `checkpoint.safetensors` after each epoch and `training.png` at the end.
         console: Where progress is printed; None means standard error.
+        reserve: Share of the time left that the caller needs after the training.
 
     Returns:
         The report of the run.
@@ -98,6 +100,7 @@ def fit(
     Raises:
         ValueError: If the checkpoint to resume was written with another recipe.
     """
+    options = options.part(1 - reserve)
     run = _Run(trainee, schedule, options, directory, console or Console(stderr=True))
     return run.run()
 
@@ -125,8 +128,8 @@ class _Run(Generic[Batch]):
             {},
         )
         self.recipe = asdict(schedule) | {"seed": options.seed, "model": type(model).__name__}
-        self.now = time.process_time if options.clock == "processor" else time.monotonic
-        self.limit_s = 60 * options.max_minutes if options.max_minutes else math.inf
+        self.limit = options.limit
+        self.limit_s = self.limit.left_s
         self.dtype = options.autocast_dtype()
         self.device = options.torch_device()
         self._estimates = True  # until the length of the run has been estimated
@@ -141,7 +144,7 @@ class _Run(Generic[Batch]):
             self.console.print(f"no {self.checkpoint.name} to resume; training starts anew")
         is_new = not self.directory.exists()
         self.directory.mkdir(parents=True, exist_ok=True)  # fail now, not after an epoch
-        self.began, self.earlier_s = self.now(), state.seconds
+        self.began, self.earlier_s = self.limit.now(), state.seconds
         try:
             stopped = self._epochs()
         except BaseException as error:
@@ -268,7 +271,7 @@ class _Run(Generic[Batch]):
         """Returns the metrics of the averaged weights, which replace the model's for the
         validation.
         """
-        began = self.now()
+        began = self.limit.now()
         trained = {name: p.detach().clone() for name, p in self.named.items()}
         try:
             self._load(self.state.averaged)
@@ -277,7 +280,7 @@ class _Run(Generic[Batch]):
                 metrics = self.trainee.validate()
         finally:
             self._load(trained)
-        self.state.validation_s = self.now() - began
+        self.state.validation_s = self.limit.now() - began
         return metrics
 
     @torch.no_grad()
@@ -295,7 +298,7 @@ class _Run(Generic[Batch]):
 
     def _elapsed_s(self) -> float:
         """Returns the seconds since this run began, without the runs that it resumes."""
-        return self.now() - self.began
+        return self.limit.now() - self.began
 
     def _progress(self) -> Progress:
         return Progress(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from recserve.kernels.native.processor import processor
+from recserve.training.time_limit import NO_LIMIT, Clock, TimeLimit
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,8 @@ class TrainOptions:
 
     Attributes:
         epochs: Number of epochs, at least 1.
-        max_minutes: Time limit of this run, without the runs that it resumes. Training and
-            validation end within it, and the learning rate decays in time for it.
+        max_minutes: Time limit of this run, without the runs that it resumes. Training, validation
+            and what follows them end within it, and the learning rate decays in time for it.
         clock: What `max_minutes` counts. `processor`: the process's time on the processor, for
             comparisons on a machine that does other work too.
         seed: Seed of weights and draws, at least 0.
@@ -32,6 +33,7 @@ class TrainOptions:
             that has a lower loss than a fresh start.
         llm: Folder of the target of a drafter for texts. Language models that the run writes get
             its tokenizer.
+        started: The limit that `max_minutes` gives, counted from `start`; None before it.
 
     Raises:
         ValueError: If a value is out of range. The message names the field, its bound and the
@@ -40,7 +42,7 @@ class TrainOptions:
 
     epochs: int | None = None
     max_minutes: float | None = None
-    clock: Literal["wall", "processor"] = "wall"
+    clock: Clock = "wall"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     resume: bool = False
@@ -50,6 +52,7 @@ class TrainOptions:
     name: Literal["speculative", "nezha"] = "speculative"
     start_from: Path | None = None
     llm: Path | None = None
+    started: TimeLimit | None = None
 
     def __post_init__(self) -> None:
         if self.epochs is not None and self.epochs < 1:
@@ -70,6 +73,21 @@ class TrainOptions:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {allowed}")
+
+    def start(self) -> TrainOptions:
+        """Returns the options with a time limit that runs from now on, or has been running."""
+        if self.started is not None:
+            return self
+        return replace(self, started=TimeLimit.of(self.max_minutes, self.clock))
+
+    @property
+    def limit(self) -> TimeLimit:
+        """What is left of `max_minutes`; no limit before `start`."""
+        return NO_LIMIT if self.started is None else self.started
+
+    def part(self, share: float) -> TrainOptions:
+        """Returns options whose time limit ends after this share of the time left."""
+        return replace(self, started=self.start().limit.part(share))
 
     def torch_device(self) -> torch.device:
         """Returns the device to train on.

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from recserve.kernels.native.processor import Processor
-from recserve.training import loop
+from recserve.training import loop, time_limit
 from recserve.training import options as options_module
 from recserve.training.loop import StepLoss, fit
 from recserve.training.optimizers import build_optimizers
@@ -116,7 +116,7 @@ def test_max_minutes_ends_the_run(tmp_path: Path) -> None:
 def test_minutes_are_those_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch takes a second, validation nothing: a minute, and another one where it resumes."""
     clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(time_limit, "time", clock)
     schedule = replace(SCHEDULE, epochs=10_000)
 
     class Timed(Line):
@@ -142,7 +142,7 @@ def test_minutes_of_the_processor(name, batches, tmp_path, monkeypatch) -> None:
     """A batch takes 10 seconds, of which the process computes one."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: 10 * clock.now)
     clock.process_time = lambda: clock.now
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(time_limit, "time", clock)
 
     class Timed(Line):
         def loss(self, batch: torch.Tensor) -> StepLoss:

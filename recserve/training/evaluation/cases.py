@@ -53,6 +53,12 @@ class Cases:
             return self
         return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:size]))
 
+    def groups(self, size: int) -> Iterator[Cases]:
+        """Yields all cases in groups of `size`, each of which is a random sample."""
+        order = np.random.default_rng(0).permutation(len(self))
+        for first in range(0, len(order), size):
+            yield self.take(np.sort(order[first : first + size]))
+
     def history(self, case: int) -> Ints:
         """Returns the [n] item rows of one case, oldest first."""
         return self.rows[self.starts[case] : self.stops[case]]

@@ -21,6 +21,7 @@ from recserve.search.strategy import Heads
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
+from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 BEAM_SIZES = ((10, 10), (50, 10), (50, 50), (200, 10), (200, 200))  # beam width and k
 MARGINS = (0.0, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0)
@@ -34,7 +35,8 @@ def calibrate(
     trie: Trie,
     codes: NDArray[np.generic],
     cases: Cases,
-) -> Calibration:
+    limit: TimeLimit = NO_LIMIT,
+) -> Calibration | None:
     """Measures the draft plans of each beam width and k in BEAM_SIZES.
 
     A plan is a margin with its measured cost: nodes, extra rounds and the share of slates that are
@@ -46,9 +48,10 @@ def calibrate(
         trie: Trie of the semantic ids.
         codes: [I, L] semantic ids of the items.
         cases: Validation users, of whom at most USERS are used.
+        limit: Time limit. A size is left out if it ends before all its margins are measured.
 
     Returns:
-        The measured plans.
+        The measured plans; None if the time suffices for no size.
     """
     cases = cases.sample(USERS)
     slates = Slates(target, trie, codes, Heads(head))
@@ -58,6 +61,8 @@ def calibrate(
         for margin in MARGINS:
             if found and found[-1].margin and found[-1].proved >= SUFFICIENT_SHARE:
                 break
+            if limit.is_over:
+                return Calibration(plans) if plans else None
             plan = DraftPlan(margin, 0.0, 0.0, 1.0)
             slates.engine.add_strategy(
                 "speculative", SpeculativeStrategy(target, head, plan, caches=False)
@@ -80,10 +85,12 @@ def recalibrate(bundle: Bundle, device: torch.device) -> Calibration:
     directory = bundle.directory(section)
     head = load_self_draft(directory, frozen.model)
     with torch.no_grad():
-        head.calibration = calibrate(head, frozen.model, frozen.trie, frozen.codes, frozen.cases)
+        found = calibrate(head, frozen.model, frozen.trie, frozen.codes, frozen.cases)
+    assert found is not None  # without a limit all sizes are measured
+    head.calibration = found
     save_self_draft(head, directory)
     bundle.commit(section, bundle.manifest.sections[section])
-    return head.calibration
+    return found
 
 
 def _measure_plan(plan: DraftPlan, slates: Slates, cases: Cases, width: int, k: int) -> DraftPlan:

@@ -34,7 +34,7 @@ from recserve.search.strategy import Heads
 from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.training.evaluation.cases import Cases
 from recserve.training.evaluation.slates import SlateOptions, Slates
-from recserve.training.item_drafters.calibration import calibrate
+from recserve.training.item_drafters.calibration import BEAM_SIZES, calibrate
 from recserve.training.item_drafters.draft_head_loss import head_loss, read
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
@@ -65,6 +65,7 @@ class DrafterRecipe:
     schedule: Schedule = field(default_factory=lambda: Schedule(5, 2e-3, weight_decay=0.01))
 
 
+CALIBRATION_SHARE = 0.2  # share of `max_minutes` for the calibration of the drafts
 RECIPES = {
     "speculative": DrafterRecipe(),
     "nezha": DrafterRecipe(
@@ -160,7 +161,9 @@ def train_drafter(
             `options.start_from` has no such head.
         ValueError: If the head of `options.start_from` has other codes or another size.
     """
+    options = options.start()
     recipe = recipe or RECIPES[options.name]
+    console = console or Console(stderr=True)
     section = f"drafters/{options.name}"
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     if not frozen.model.config.autoregressive:
@@ -168,11 +171,20 @@ def train_drafter(
     trainee = DrafterTrainee(recipe, frozen, options)
     start = None if options.start_from is None else _warm_start(trainee, options.start_from)
     directory = bundle.directory(section)
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
+    schedule = recipe.schedule.with_options(options)
+    reserve = CALIBRATION_SHARE if options.name == "speculative" else 0.0
+    report = fit(trainee, schedule, options, directory, console, reserve)
     if options.name == "speculative":
-        trainee.model.calibration = calibrate(
-            trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases
+        trainee.model.calibration = found = calibrate(
+            trainee.model, frozen.model, frozen.trie, frozen.codes, trainee.cases, options.limit
         )
+        num_sizes = 0 if found is None else len(found.plans)
+        if num_sizes < len(BEAM_SIZES):
+            console.print(
+                f"max_minutes left time to measure the drafts of {num_sizes} of {len(BEAM_SIZES)} "
+                "sizes; recserve bundle calibrate BUNDLE measures all",
+                soft_wrap=True,
+            )
     save_self_draft(trainee.model, directory)
     _record(bundle, section, report, start)
     return report

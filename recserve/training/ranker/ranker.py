@@ -150,6 +150,7 @@ def train_ranker(
     Raises:
         ValueError: If no user has three events, or if the checkpoint to resume has another recipe.
     """
+    options = options.start()
     recipe = recipe or RankerRecipe()
     catalog, log = bundle.catalog(), bundle.events()
     directory = bundle.directory(SECTION)

@@ -21,6 +21,7 @@ from recserve.training.evaluation.accuracy import user_metrics
 from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 from recserve.training.evaluation.slates import dense_log_p, model_window
 from recserve.training.evaluation.untrained import MAX_ENTRIES, hide
+from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 # How far apart two events may be to link their items. A pair counts 1 / distance.
 DISTANCE = 3
@@ -30,6 +31,7 @@ FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 REPEATS = (0.0, -1.0, 1.0, -2.0, 2.0, -4.0, 4.0, -8.0)
 K = 10
 USERS = 2000
+GROUP = 64  # users between two looks at the time limit
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class BonusFit:
         bonus: The bonus; None if none is better than nothing.
         factor: Factor of the links.
         repeat: What items of the history get.
-        users: Number of validation users.
+        users: Number of validation users; with a time limit the smaller number of both choices.
         filtered: NDCG@10 of the dense head by factor, with seen items filtered.
         kept: NDCG@10 with that factor by `repeat`, with seen items kept.
     """
@@ -72,29 +74,43 @@ class BonusFit:
 
 
 def fit_history_bonus(
-    model: Recommender, codes: NDArray[np.generic], events: EventLog, users: int = USERS
-) -> BonusFit:
+    model: Recommender,
+    codes: NDArray[np.generic],
+    events: EventLog,
+    users: int = USERS,
+    limit: TimeLimit = NO_LIMIT,
+) -> BonusFit | None:
     """Chooses the bonus with the best NDCG@10 of the dense head's slates.
+
+    With a time limit, as many users are measured as time allows. Each choice takes half of it.
 
     Args:
         model: A recommender with a dense head, in eval mode.
         codes: [I, L] semantic ids of the items.
         events: All events. Links come from those that leave-one-out trains on.
         users: Maximum number of validation users.
+        limit: Time limit.
+
+    Returns:
+        The fitted bonus; None if the time does not suffice for GROUP users.
     """
     cases = leave_one_out_cases(events, "valid").sample(users)
     plain = link_items(events.leave_one_out().train, len(codes))
     linked = [replace(plain, links=plain.links * np.float32(factor)) for factor in FACTORS]
-    gains = _gains(model, codes, cases, linked, filtered=True)
+    gains, measured = _gains(model, codes, cases, linked, True, limit.part(0.5))
+    if not measured:
+        return None
     best = int(np.argmax(gains))
     repeated = [replace(linked[best], repeat=repeat) for repeat in REPEATS]
-    kept = _gains(model, codes, cases, repeated, filtered=False)
+    kept, then_measured = _gains(model, codes, cases, repeated, False, limit)
+    if not then_measured:
+        return None
     chosen = int(np.argmax(kept))
     return BonusFit(
         bonus=repeated[chosen] if best or chosen else None,
         factor=FACTORS[best],
         repeat=REPEATS[chosen],
-        users=len(cases),
+        users=min(measured, then_measured),
         filtered=dict(zip(FACTORS, gains, strict=True)),
         kept=dict(zip(REPEATS, kept, strict=True)),
     )
@@ -140,8 +156,27 @@ def _gains(
     cases: Cases,
     bonuses: Sequence[HistoryBonus],
     filtered: bool,
-) -> list[float]:
-    """Returns the mean NDCG@10 of the dense head with each bonus."""
+    limit: TimeLimit,
+) -> tuple[list[float], int]:
+    """Returns the mean NDCG@10 of the dense head with each bonus, and the number of users."""
+    sums, measured = np.zeros(len(bonuses)), 0
+    for group in cases.groups(GROUP) if limit.exists else (cases,):
+        if limit.is_over:
+            break
+        sums += _sum_gains(model, codes, group, bonuses, filtered)
+        measured += len(group)
+    means: list[float] = (sums / max(measured, 1)).tolist()
+    return means, measured
+
+
+def _sum_gains(
+    model: Recommender,
+    codes: NDArray[np.generic],
+    cases: Cases,
+    bonuses: Sequence[HistoryBonus],
+    filtered: bool,
+) -> NDArray[np.float64]:
+    """Returns the sum of NDCG@10 over the users of the dense head with each bonus."""
     size = max(1, min(256, MAX_ENTRIES // len(codes)))
     sums = np.zeros(len(bonuses))
     for which in cases.batches(size):
@@ -155,5 +190,4 @@ def _gains(
                 hide(scores, cases.histories(which))
             ranks = (scores > scores.gather(1, held)).sum(1)
             sums[number] += user_metrics(ranks.numpy(), (K,))[f"ndcg@{K}"].sum()
-    means: list[float] = (sums / len(cases)).tolist()
-    return means
+    return sums

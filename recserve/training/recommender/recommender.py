@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -179,6 +178,7 @@ PARALLEL = RecommenderRecipe(
     level_temperature=0.03,
 )
 MIN_BATCHES = 32
+CHOICE_SHARE = 0.2  # share of `max_minutes` for the history bonus and the weight of `auto`
 RECIPES = {"items": ITEMS, "codes": CODES}
 
 
@@ -271,7 +271,7 @@ def train_recommender(
 
     A model with level heads over a large catalogue also gets an item graph. If the dense head takes
     part in beam search, validation fits its history bonus and then chooses its weight for `auto`.
-    The time limit does not count that; the console says how long it takes.
+    A time limit leaves CHOICE_SHARE of itself for that, and as many users take part as it allows.
 
     Args:
         bundle: The bundle with catalogue and events.
@@ -286,29 +286,34 @@ def train_recommender(
         ValueError: If no event can be held out for validation, or if the checkpoint to resume
             belongs to another run.
     """
+    options = options.start()
     recipe = recipe_for(bundle, options, recipe)
     device = options.torch_device()
     events = bundle.events()
     trainee = RecommenderTrainee(recipe, bundle.catalog(), events, options.seed, device)
     directory = bundle.directory("recommender")
-    report = fit(trainee, recipe.scaled_schedule(), options, directory, console)
+    reserve = CHOICE_SHARE if recipe.reranks else 0.0
+    report = fit(trainee, recipe.scaled_schedule(), options, directory, console, reserve)
     save_recommender(trainee.model, directory)
     save_graph(trainee.model, trainee.codes, directory)
     (directory / HISTORY_BONUS).unlink(missing_ok=True)  # that of an earlier model
     values = section(recipe, options, report)
     console = console or Console(stderr=True)
-    began = time.monotonic()
     if recipe.reranks:
         console.print(
             "choosing the history bonus and the dense weight of `auto` on at most "
-            f"{recipe.choice_users:,} validation users; max_minutes does not count this",
+            f"{recipe.choice_users:,} validation users",
             soft_wrap=True,
         )
-        fitted = fit_history_bonus(trainee.model, trainee.codes, events, recipe.choice_users)
-        if fitted.bonus is not None:
-            fitted.bonus.save(directory)
-        values["history_bonus"] = fitted.evidence()
-        console.print(str(fitted), soft_wrap=True)
+        limit = options.limit.part(0.5)
+        fitted = fit_history_bonus(trainee.model, trainee.codes, events, recipe.choice_users, limit)
+        if fitted is None:
+            console.print("no history bonus: max_minutes left no time to fit it", soft_wrap=True)
+        else:
+            if fitted.bonus is not None:
+                fitted.bonus.save(directory)
+            values["history_bonus"] = fitted.evidence()
+            console.print(str(fitted), soft_wrap=True)
     bundle.commit("recommender", values)
     if recipe.reranks:
         choices = choose_auto(
@@ -319,10 +324,16 @@ def train_recommender(
             timed_users=0,
             console=Console(quiet=True),
             strategies=(BEAM,),
+            limit=options.limit,
         )
         for column, choice in choices.items():
             console.print(f"auto, seen items {column}: {choice}", soft_wrap=True)
-        console.print(f"chosen in {time.monotonic() - began:.0f} s")
+        if not choices:
+            console.print(
+                f"`auto` keeps the dense weight {recipe.rerank_weight:g}: max_minutes left no time "
+                "to choose it; recserve bundle calibrate BUNDLE --auto-for quality does",
+                soft_wrap=True,
+            )
     return report
 
 

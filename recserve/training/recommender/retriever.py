@@ -44,10 +44,12 @@ from recserve.training.recommender.frozen_recommender import FrozenRecommender
 from recserve.training.recommender.futures import FutureBatch, Futures
 from recserve.training.recommender.objectives import MASKED, hits
 from recserve.training.schedule import Schedule
+from recserve.training.time_limit import NO_LIMIT, TimeLimit
 from recserve.training.warm_start import choose_start, old_section
 
 SECTION = "retriever"
 LOOKAHEADS = (0.0, 0.25, 0.5, 1.0)
+LOOKAHEAD_SHARE = 0.2  # share of `max_minutes` for the choice of one of them
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,11 @@ class RetrieverTrainee:
         rows = slates(self.cases, which, 10, SlateOptions(strategy="dense"))
         return slate_metrics(ranks_of(rows, self.cases.held), (10,))
 
-    def look_ahead(self) -> dict[str, float]:
+    def look_ahead(self, limit: TimeLimit = NO_LIMIT) -> dict[str, float]:
         """Chooses by validation how far ahead the slates look, and sets it in the model.
 
-        The choices range from the time offsets of next events to those of the whole window.
+        The choices range from the time offsets of next events to those of the whole window. Those
+        that the time limit does not allow are left out; without any, the model stays as it is.
 
         Returns:
             The selection metric of each choice.
@@ -147,13 +150,16 @@ class RetrieverTrainee:
         tried: dict[str, float] = {}
         configs = {}
         ends = np.array([self.data.next_shares, self.data.window_shares])
+        trained = self.model.config
         for ahead in LOOKAHEADS:
+            if limit.is_over:
+                break
             shares = (1 - ahead) * ends[0] + ahead * ends[1]
             name = f"{ahead:g}"
             configs[name] = replace(self.model.config, offset_shares=tuple(shares.tolist()))
             self.model.config = configs[name]
             tried[name] = self.validate()[self.selection]
-        self.model.config = configs[max(tried, key=lambda name: tried[name])]
+        self.model.config = configs[max(tried, key=lambda name: tried[name])] if tried else trained
         return tried
 
     def _negatives(self, futures: FutureBatch) -> Negatives:
@@ -241,7 +247,9 @@ def train_retriever(
         BundleError: If the bundle has no recommender, or if the retriever of `options.start_from`
             is missing or has other outcomes.
     """
+    options = options.start()
     recipe = recipe or RetrieverRecipe()
+    console = console or Console(stderr=True)
     frozen = FrozenRecommender.open(bundle, options.torch_device())
     trainee = RetrieverTrainee(recipe, frozen, options.seed)
     start = None
@@ -252,9 +260,15 @@ def train_retriever(
             raise BundleError(f"{options.start_from}: its retriever has other outcomes or offsets")
         start = choose_start(trainee, {"old head": old.state_dict()})
     directory = bundle.directory(SECTION)
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
+    schedule = recipe.schedule.with_options(options)
+    report = fit(trainee, schedule, options, directory, console, LOOKAHEAD_SHARE)
     with torch.no_grad():
-        ahead = trainee.look_ahead()
+        ahead = trainee.look_ahead(options.limit)
+    if len(ahead) < len(LOOKAHEADS):
+        console.print(
+            f"max_minutes left time to try {len(ahead)} of {len(LOOKAHEADS)} time offsets",
+            soft_wrap=True,
+        )
     save_retriever(trainee.model, directory)
     values: dict[str, Any] = {
         "validation": report.metrics,

@@ -141,7 +141,7 @@ def test_falling_validation_does_not_end_the_schedule(
     bundle = Bundle.open(Path(shutil.copytree(shared_bundle(), tmp_path / "bundle")))
     report = train_recommender(bundle, options, small, Console(file=text, width=200))
     assert (report.epochs, report.stopped, report.best_epoch) == (6, "epochs", 1)
-    assert "max_minutes does not count this" in text.getvalue() and "chosen in " in text.getvalue()
+    assert "history bonus: links" in text.getvalue() and "auto, seen items" in text.getvalue()
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (2, 0)])

@@ -239,8 +239,8 @@ def train_boost(
 ) -> TrainReport:
     """Trains a set of small models and writes each to its folder, `model-1`, `model-2` and so on.
 
-    Each model takes an equal share of `max_minutes`. `--resume` loads finished models and continues
-    the first unfinished one.
+    Each model takes an equal share of what is left of `max_minutes`. `--resume` loads finished
+    models and continues the first unfinished one.
 
     Args:
         target: The language model that the set drafts for; its tokens validate.
@@ -258,14 +258,13 @@ def train_boost(
     Raises:
         ValueError: If a text is too short, or a model in a folder has another shape.
     """
+    options = options.start()
     recipe, console = recipe or BoostRecipe(), console or Console(stderr=True)
     corpus = BoostCorpus(target, train, valid, recipe)
     folders = [directory / FOLDER.format(number + 1) for number in range(recipe.num_models)]
     # Read before `_count_finished`, which may remove the files of this very folder.
     start = None if options.start_from is None else _open(options.start_from)
     done = _count_finished(folders, options.resume)
-    if options.max_minutes is not None:
-        options = replace(options, max_minutes=options.max_minutes / (len(folders) - done))
     reports = []
     for number, folder in enumerate(folders):
         trainee = BoostTrainee(corpus, target, options.seed + number)
@@ -279,11 +278,13 @@ def train_boost(
             left = float(corpus.unsolved.mean())
             console.print(f"model {number + 1} of {len(folders)}: {left:.0%} of the text is new")
             schedule = recipe.model.schedule.with_options(options)
-            reports.append(fit(trainee, schedule, options, folder / "training", console))
+            part = options.part(1 / (len(folders) - number))
+            reports.append(fit(trainee, schedule, part, folder / "training", console))
             save_language_model(trainee.model, folder)
             if options.llm is not None:
                 copy_tokenizer(options.llm, folder)
-        corpus.add(trainee.model.eval())
+        if number + 1 < len(folders):  # what the next models train on
+            corpus.add(trainee.model.eval())
     return reports[-1]
 
 

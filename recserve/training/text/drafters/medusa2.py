@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +178,7 @@ def train_medusa2(
     Raises:
         ValueError: If a text is too short, or the heads of `options.start_from` have another shape.
     """
+    options = options.start()
     recipe, console = recipe or Medusa2Recipe(), console or Console(stderr=True)
     new = copy.deepcopy(target).float().requires_grad_(False)
     heads = MedusaTrainee(recipe.heads, new, train, valid, options.seed)
@@ -187,12 +188,9 @@ def train_medusa2(
     if not options.resume:
         checkpoint.unlink(missing_ok=True)  # of an earlier run, whose stage 2 is not this one's
     if not checkpoint.exists():
-        minutes = options.max_minutes
-        first = replace(options, max_minutes=None if minutes is None else minutes * WARM_UP_SHARE)
         console.print("stage 1: the heads alone")
+        first = options.part(WARM_UP_SHARE)
         fit(heads, recipe.heads.schedule, first, directory / WARM_UP, console)
-        if minutes is not None:
-            options = replace(options, max_minutes=minutes * (1 - WARM_UP_SHARE))
         console.print("stage 2: target and heads")
     heads.model.requires_grad_(True)
     new.requires_grad_(True)
