@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.features.tables.parquet import SchemaError
+from recserve.features.tables.plain_columns import check_parquet
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 LINE = "line"
@@ -233,15 +234,15 @@ def read(partition: Partition, group_rows: int, columns: Iterable[str]) -> Itera
 def _table(path: Path, name: str) -> InputFile:
     try:
         with pq.ParquetFile(path) as file:
+            check_parquet(file)
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
         raise SchemaError(
             f"{path}: not a readable Parquet file ({error}); files of JSON lines end with "
             f"{' or '.join(LINE_SUFFIXES)} and are not compressed"
         ) from error
-    repeated = sorted({column for column in schema.names if schema.names.count(column) > 1})
-    if repeated:
-        raise SchemaError(f"{path}: column {repeated[0]} appears more than once")
+    except ValueError as error:
+        raise SchemaError(f"{path}: {error}") from None
     with path.open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
     return InputFile(path, name, sha256, rows, (), schema)

@@ -17,13 +17,16 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.semantic_ids import CodeReport, SemanticIds, build_semantic_ids
 from recserve.features.history.type_names import check_type_names
-from recserve.features.tables.event_table import find_problems, read_events
+from recserve.features.tables.column_names import check_columns, rename_columns
+from recserve.features.tables.event_table import COLUMNS, find_problems, read_events
 from recserve.features.tables.events import EventLog
-from recserve.features.tables.items import ATTRIBUTE, ItemTable, read_items
+from recserve.features.tables.input_table import SHARED
+from recserve.features.tables.items import ATTRIBUTE, RESERVED, ItemTable, read_items
 from recserve.features.tables.parquet import BadRowError, BadRows, OnBadRows, SchemaError
 from recserve.features.vectors.quantizer import check_sizes, fit_quantizer, reconstruction_error
 from recserve.features.vectors.text_encoder import TextEncoder, unit
 from recserve.features.vectors.vectors import (
+    VECTORS,
     collaborative_vectors,
     fit_text_encoder,
     join_vectors,
@@ -58,6 +61,8 @@ class BuildOptions:
         seed: Seed of all random choices.
         on_bad_rows: `error` stops if a row is invalid, `skip` drops and counts it.
         split: Separators by name of a text column of the items, which becomes a list of texts.
+        columns: Names of columns in the files by our name, such as `item_id`. `TABLE.NAME` is that
+            of one file alone: `items`, `events` or `embeddings`.
 
     Raises:
         ValueError: If an option is out of range. The message names option, bound and value.
@@ -76,6 +81,7 @@ class BuildOptions:
     seed: int = 0
     on_bad_rows: OnBadRows = "error"
     split: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = self.codebook_sizes(0)
@@ -97,6 +103,10 @@ class BuildOptions:
         for name, separator in self.split.items():
             if not separator:
                 raise ValueError(f"split of {name} is empty; expected a separator")
+        tables = {"items": RESERVED, "events": COLUMNS}
+        check_columns(
+            self.columns, tables if self.embeddings is None else tables | {"embeddings": VECTORS}
+        )
         if self.embeddings is None and not self.text_dim and not self.collaborative_dim:
             raise ValueError("text_dim and collaborative_dim are both 0: an item needs a vector")
 
@@ -177,13 +187,17 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise BundleError(f"{out}: not empty; choose another folder or delete this one")
     try:
-        items, bad_items = read_items(options.items, options.on_bad_rows, options.split)
+        items, bad_items = read_items(
+            options.items, options.on_bad_rows, options.split, options.columns
+        )
     except (SchemaError, BadRowError) as wrong:
         # One run names the problems of both files.
-        raise type(wrong)("\n".join([str(wrong), *find_problems(options.events)])) from wrong
+        others = find_problems(options.events, options.columns)
+        raise type(wrong)("\n".join([str(wrong), *others])) from wrong
     for line in (*_column_lines(bad_items, ItemFilters(items).fields), *bad_items.lines()):
         log(line)
-    events, bad_events = read_events(options.events, items, options.on_bad_rows)
+    events, bad_events = read_events(options.events, items, options.on_bad_rows, options.columns)
+    _check_shared(options, bad_items, bad_events)
     try:
         check_type_names(events.type_names)
     except ValueError as fault:
@@ -281,6 +295,19 @@ def _write(
     return Bundle.open(options.out), index, report, lost
 
 
+def _check_shared(options: BuildOptions, *reports: BadRows) -> None:
+    """Raises SchemaError if no file has the column that --column names for all of them."""
+    there = [column.name for report in reports for column in report.columns]
+    for ours in SHARED:
+        theirs = options.columns.get(ours)
+        if theirs is not None and theirs not in there:
+            try:
+                rename_columns(there, {ours: theirs})
+            except ValueError as error:
+                files = f"{options.items} and {options.events}"
+                raise SchemaError(f"{files}: {error}") from None
+
+
 def _column_lines(report: BadRows, filterable: Sequence[str]) -> list[str]:
     """Returns a line for each column of a file, which says what it became.
 
@@ -320,7 +347,7 @@ def _vectors(
     """Returns the fitted text encoder, or None without one, and [I, F] float32 item vectors."""
     encoder = None
     if options.embeddings is not None:
-        content = read_vectors(options.embeddings, items.ids, bad_items)
+        content = read_vectors(options.embeddings, items.ids, bad_items, options.columns)
     else:
         content = np.zeros((len(items), 0), dtype=np.float32)
         if options.text_dim:
@@ -341,7 +368,7 @@ def _record(
     recorded = {
         name: value
         for name, value in asdict(options).items()
-        if name not in ("items", "events", "out", "embeddings")
+        if name not in ("items", "events", "out", "embeddings", "columns")
     }
     return recorded | {
         "own_vectors": options.embeddings is not None,

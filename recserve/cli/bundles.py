@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from recserve.cli.flags import BundleFlag, DeviceFlag, numbers
+from recserve.cli.flags import BundleFlag, ColumnFlag, DeviceFlag, column_names, numbers, pairs
 
 
 def build(
@@ -48,6 +48,7 @@ def build(
             help="NAME=SEPARATOR: divide a text column of the items, as in --split categories='|'."
         ),
     ] = None,
+    column: ColumnFlag = None,
 ) -> None:
     """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
@@ -62,7 +63,8 @@ def build(
         codes=None if codes is None else _codes(codes),
         seed=seed,
         on_bad_rows=on_bad_rows,
-        split=dict(map(_split, split or [])),
+        split=pairs(split, "--split", "NAME=SEPARATOR"),
+        columns=column_names(column),
     )
     build_bundle(options, typer.echo)
 
@@ -71,14 +73,6 @@ def _codes(text: str) -> int | tuple[int, ...]:
     """Returns the value of --codes: one number for all levels, or one per level."""
     sizes = numbers(text, "--codes")
     return sizes if len(sizes) > 1 else sizes[0]
-
-
-def _split(text: str) -> tuple[str, str]:
-    """Returns name and separator of a value of --split."""
-    name, equals, separator = text.partition("=")
-    if not (name and equals and separator):
-        raise typer.BadParameter(f"expected NAME=SEPARATOR, got {text!r}", param_hint="--split")
-    return name, separator
 
 
 def evaluate(

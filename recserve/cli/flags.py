@@ -21,17 +21,46 @@ HistoryFlag = Annotated[
     typer.Option("--history", help="Item ids, oldest first; repeat the flag, or use commas."),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the JSON of the HTTP route.")]
-
-
 FieldsFlag = Annotated[
     list[str] | None,
     typer.Option(help="Columns of the catalogue to show; repeat the flag, or use commas."),
+]
+ColumnFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="OURS=THEIRS: the name of a column in your file, as in --column item_id=movieId."
+    ),
 ]
 
 
 def ids(values: list[str] | None) -> list[str] | None:
     """Returns the ids of a repeatable flag with comma-separated values; None if it is absent."""
     return [part for value in values for part in value.split(",") if part] if values else None
+
+
+def pairs(values: list[str] | None, flag: str, form: str) -> dict[str, str]:
+    """Parses a repeatable flag of the form NAME=VALUE. Raises BadParameter.
+
+    Args:
+        values: The values; None without the flag.
+        flag: The flag.
+        form: The form of a value, for messages.
+    """
+    found: dict[str, str] = {}
+    for text in values or []:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"expected {form}, got {text!r}", param_hint=flag)
+        if name in found:
+            message = f"{name} is given twice, as {found[name]!r} and {value!r}"
+            raise typer.BadParameter(message, param_hint=flag)
+        found[name] = value
+    return found
+
+
+def column_names(values: list[str] | None) -> dict[str, str]:
+    """Parses `--column`. Raises BadParameter."""
+    return pairs(values, "--column", "OURS=THEIRS, such as item_id=movieId")
 
 
 def json_value(text: str, flag: str) -> Any:

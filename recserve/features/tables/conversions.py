@@ -27,6 +27,7 @@ from recserve.bounds import (
     MIN_TIME_US,
     UNITS_PER_S,
 )
+from recserve.features.tables.column_names import list_names
 from recserve.features.tables.parquet import SchemaError, is_text, mistyped
 from recserve.features.tables.rfc3339 import parse_timestamp
 
@@ -96,7 +97,7 @@ def convert_ids(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
 def id_column(table: pa.Table, path: Path, name: str) -> pa.Array:
     """Returns one column of ids as a large_string array. Raises SchemaError."""
     if name not in table.column_names:
-        listed = ", ".join(table.column_names)
+        listed = list_names(table.column_names)
         raise SchemaError(
             f"{path}: column {name} (string or integer) is missing; the file has {listed}"
         )
@@ -243,7 +244,7 @@ def _of_numbers(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
     if not found and not null.all():
         row = int(np.flatnonzero(~null)[0])
         order = raw.dtype.kind == "i" and raw[~null].min() >= 0 and raw[~null].max() <= MAX_POSITION
-        hint = "; numbers that only order the events belong into a column position" if order else ""
+        hint = "; if they only order the events, name them --column position=NAME" if order else ""
         raise SchemaError(
             f"is {kind}; expected timestamp, or numbers since 1970 in "
             f"{', '.join(UNITS_PER_S)} of the years 1973 to 2255; row {row} has {raw[row]}{hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from recserve.bounds import (
     TIMES,
 )
 from recserve.features.history.type_names import type_name_fault
+from recserve.features.tables.column_names import names_of_table
 from recserve.features.tables.conversions import (
     Times,
     convert_ids,
@@ -46,7 +48,10 @@ CLOCKS = ("timestamp", "position")
 
 
 def read_events(
-    path: str | Path, items: ItemTable, on_bad_rows: OnBadRows = "error"
+    path: str | Path,
+    items: ItemTable,
+    on_bad_rows: OnBadRows = "error",
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[EventLog, BadRows]:
     """Reads events from Parquet, CSV or JSON lines.
 
@@ -65,13 +70,15 @@ def read_events(
       the bounds of a history, a blank or long type, or a value that is not a finite 32-bit float.
     - An event that repeats user, item, time and type of an earlier row.
     - A repeated position of a user, if there is no timestamp.
-    - A row that is older than the previous row of its user. Under "skip" such rows are sorted by
-      time and counted instead; ties stay in file order.
+
+    Each user's events are sorted by time, then by position; ties stay in file order. The report
+    counts the rows that are older than the previous row of their user.
 
     Args:
         path: File with `timestamp` or `position` or both.
         items: Items that events may refer to.
         on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
+        columns: Names of columns in the file by our name, as of `--column`.
 
     Returns:
         The events, and a report of columns and of rejected and changed rows.
@@ -80,18 +87,22 @@ def read_events(
         SchemaError: If the file is unreadable or columns are missing or mistyped.
         BadRowError: If a row is rejected under "error".
     """
-    source = InputTable(Path(path), COLUMNS)
-    columns = _Columns.of(source, items)
-    check = RowCheck(source.path, len(source), on_bad_rows)
-    columns.reject_invalid(check)
-    return columns.log(check.finish()), check.report(source.columns())
+    source = InputTable(Path(path), COLUMNS, names_of_table(columns or {}, "events", COLUMNS))
+    arrays = _Columns.of(source, items)
+    check = RowCheck(source.path, len(source), on_bad_rows, source.labels)
+    source.reject_unreadable(check, COLUMNS)
+    arrays.reject_invalid(check)
+    kept = check.finish()
+    check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))
+    return arrays.log(kept), check.report(source.columns())
 
 
-def find_problems(path: str | Path) -> list[str]:
+def find_problems(path: str | Path, columns: Mapping[str, str] | None = None) -> list[str]:
     """Returns why the columns of an event file cannot be used, whatever the items are."""
     nothing = ItemTable([], [], [], pa.table({}))
     try:
-        _Columns.of(InputTable(Path(path), COLUMNS), nothing)
+        names = names_of_table(columns or {}, "events", COLUMNS)
+        _Columns.of(InputTable(Path(path), COLUMNS, names), nothing)
     except SchemaError as error:
         return [str(error)]
     return []
@@ -205,9 +216,7 @@ class _Columns:
             "value",
             lambda r: f"it is {self.values[r]}; expected a finite 32-bit float",
         )
-        user_codes = _encode_kept(self.users, check.kept)
-        self._reject_repeats(check, user_codes)
-        self._reject_unordered(check, user_codes)
+        self._reject_repeats(check, _encode_kept(self.users, check.kept))
 
     def log(self, kept: np.ndarray) -> EventLog:
         """Returns the events of the given rows, with users numbered by first appearance."""
@@ -248,26 +257,14 @@ class _Columns:
                 ),
             )
 
-    def _reject_unordered(self, check: RowCheck, user_codes: np.ndarray) -> None:
-        """Rejects, or under "skip" counts, rows that are older than their user's previous row."""
-        clock, users = self.clock, self.users
-        rows = np.flatnonzero(check.kept)
-        rows = rows[np.argsort(user_codes[rows], kind="stable")]
-        user = user_codes[rows]
+    def num_unordered(self, kept: np.ndarray) -> int:
+        """Returns how many of the given rows are older than their user's previous row."""
+        users = _encode_kept(self.users, np.ones(len(self.users), bool))[kept]
+        order = np.argsort(users, kind="stable")
+        rows, user = kept[order], users[order]
         time, position = self.times.values[rows], self.positions.values[rows]
         back = (time[1:] < time[:-1]) | ((time[1:] == time[:-1]) & (position[1:] < position[:-1]))
-        late = rows[1:][back & (user[1:] == user[:-1])]
-        if check.on_bad_rows == "skip":
-            check.note(f"rows out of {clock} order, sorted", int(late.size))
-            return
-        unordered = np.zeros(check.kept.size, dtype=bool)
-        unordered[late] = True
-        check.refuse(
-            unordered,
-            f"unordered {clock}",
-            clock,
-            lambda r: f"older than the previous row of user {users[r].as_py()!r}",
-        )
+        return int(np.count_nonzero(back & (user[1:] == user[:-1])))
 
 
 def _times(source: InputTable) -> tuple[Times, Times, str]:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recserve.features.tables.column_names import suggest
+from recserve.features.tables.column_names import list_names, rename_columns, suggest
+from recserve.features.tables.conversions import convert_text
 from recserve.features.tables.parquet import (
     MAX_TABLE_BYTES,
     ColumnUse,
+    RowCheck,
     SchemaError,
-    check_table,
+    check_rows,
+    is_text,
     read_table,
 )
-from recserve.features.tables.text_files import DELIMITERS, LINE_SUFFIXES, read_csv, read_lines
+from recserve.features.tables.plain_columns import (
+    plain_column,
+    unreadable_rows,
+    without_rows,
+)
+from recserve.features.tables.text_files import (
+    DELIMITERS,
+    LINE_SUFFIXES,
+    Content,
+    Rename,
+    Unreadable,
+    read_csv,
+    read_lines,
+)
 
 T = TypeVar("T")
 Convert = Callable[[pa.ChunkedArray], tuple[T, str]]
@@ -34,11 +52,16 @@ FOREIGN = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar", ".
     ".avro": "write it as Parquet",
     ".orc": "write it as Parquet",
 }
+SHARED = ("item_id",)  # columns that files of items and of events have
 NO_VALUE = "ignored: no row has a value"
 
 
-def read_input(path: Path) -> pa.Table:
+def read_input(path: Path, rename: Rename) -> Content:
     """Reads a file of Parquet, CSV or JSON lines, told by its suffix; others are Parquet.
+
+    Args:
+        path: The file.
+        rename: Returns our names of the columns, None for those to leave out.
 
     Raises:
         SchemaError: If the file is missing, unreadable, too large or empty.
@@ -51,12 +74,39 @@ def read_input(path: Path) -> pa.Table:
     if suffix in FOREIGN:
         raise SchemaError(f"{path}: expected Parquet, CSV or JSON lines; {FOREIGN[suffix]}")
     if suffix not in DELIMITERS and suffix not in LINE_SUFFIXES:
-        return read_table(path)
+        return _read_parquet(path, rename)
     if path.stat().st_size > MAX_TABLE_BYTES:
         raise SchemaError(f"{path}: {path.stat().st_size} bytes; at most {MAX_TABLE_BYTES}")
-    table = read_csv(path) if suffix in DELIMITERS else read_lines(path)
-    check_table(table, path)
-    return table
+    content = (read_csv if suffix in DELIMITERS else read_lines)(path, rename)
+    check_rows(content.table, path)
+    return content
+
+
+def _read_parquet(path: Path, rename: Rename) -> Content:
+    table = read_table(path)
+    try:
+        ours = rename(table.column_names)
+    except ValueError as error:
+        raise SchemaError(f"{path}: {error}") from None
+    columns: dict[str, pa.ChunkedArray] = {}
+    notes: dict[str, str] = {}
+    unreadable: list[Unreadable] = []
+    for own, given, values in zip(ours, table.column_names, table.columns, strict=True):
+        if own is None:
+            continue
+        try:
+            values, note = plain_column(values)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise SchemaError(f"{path}: column {given} is {values.type}: {error}") from None
+        notes |= {own: note} if note else {}
+        rows = unreadable_rows(values)
+        if rows.size:
+            values = without_rows(values, rows)
+            unreadable.append(
+                Unreadable(own, rows, "not UTF-8", lambda row: "the text is not UTF-8")
+            )
+        columns[own] = values
+    return Content(pa.table(columns), tuple(unreadable), notes)
 
 
 class InputTable:
@@ -64,23 +114,45 @@ class InputTable:
 
     Attributes:
         path: Path of the file.
-        table: Its columns.
+        table: Its columns with our names.
+        labels: Names of renamed columns for messages, by our name.
         problems: Reasons why the file cannot be used, one line each.
-        uses: What the columns became, by name.
+        uses: What the columns became, by our name.
     """
 
-    def __init__(self, path: Path, known: Iterable[str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        known: Iterable[str],
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         """Reads a file.
 
         Args:
             path: Path of the file.
             known: Names of the columns that have a meaning.
+            names: Names of columns in this file, by our name.
 
         Raises:
-            SchemaError: If the file is unreadable.
+            SchemaError: If the file is unreadable or lacks a name.
         """
+        names = names or {}
+        self._left_out: list[str] = []
+
+        def rename(given: list[str]) -> list[str | None]:
+            ours = rename_columns(given, names, SHARED)
+            self._left_out = [n for n, own in zip(given, ours, strict=True) if own is None]
+            return ours
+
         self.path = path
-        self.table = read_input(path)
+        self._content = read_input(path, rename)
+        self.table = self._content.table
+        self._names = {
+            own: name
+            for own, name in names.items()
+            if name != own and own in self.table.column_names
+        }
+        self.labels = {own: f"{name} ({own})" for own, name in self._names.items()}
         self.problems: list[str] = []
         self.uses: dict[str, str] = {}
         self._absent = [name for name in known if name not in self.table.column_names]
@@ -108,10 +180,32 @@ class InputTable:
         try:
             values, note = convert(self.table.column(name))
         except SchemaError as error:
-            self.problems.append(f"{self.path}: column {name} {error}")
+            self.problems.append(f"{self.path}: column {self.label(name)} {error}")
             return default
         self.uses[name] = f"{use}; {note}" if note else use
         return values
+
+    def own_name(self, name: str) -> str:
+        """Returns our name of a column that is given by our name or by that in the file."""
+        return next((own for own, given in self._names.items() if given == name), name)
+
+    def label(self, name: str) -> str:
+        """Returns the name of a column in messages: that in the file, and ours if it differs."""
+        return self.labels.get(name, name)
+
+    def reject_unreadable(self, check: RowCheck, names: Iterable[str]) -> None:
+        """Rejects the rows that no column can hold.
+
+        Args:
+            check: Collects them.
+            names: Columns that are used.
+        """
+        used = set(names)
+        for one in self._content.unreadable:
+            if one.column is None or one.column in used:
+                bad = np.zeros(len(self), bool)
+                bad[one.rows] = True
+                check.refuse(bad, one.reason, one.column or "", one.describe)
 
     def miss(self, wanted: str, names: tuple[str, ...]) -> None:
         """Notes that a required column is missing.
@@ -123,32 +217,53 @@ class InputTable:
         self._absent = [name for name in self._absent if name not in names]
         there = self.table.column_names
         meant = [(other, name) for name in names for other in there if suggest(other, [name])]
-        hint = f"; rename {meant[0][0]} to {meant[0][1]}" if meant else ""
+        hint = f"; name it with {flag(*meant[0][::-1])}" if meant else ""
         self.problems.append(
-            f"{self.path}: column {wanted} is missing; the file has {', '.join(there)}{hint}"
+            f"{self.path}: column {wanted} is missing; the file has {list_names(there)}{hint}"
         )
 
     def suggestion(self, name: str) -> str:
         """Returns a hint if an unused column's name stands for a column that is absent."""
         meant = suggest(name, self._absent)
-        return "" if meant is None else f"; {MEANT} {meant}? rename the column"
+        if meant is None:
+            return ""
+        divided = meant == "categories" and is_text(self.table.schema.field(name).type)
+        split = f" {split_flag(self.table.column(name))}" if divided else ""
+        return f"; {MEANT} {meant}? name it with {flag(meant, name)}{split}"
 
     def check(self) -> None:
         """Raises SchemaError with all problems, one line each, and columns that may be misnamed."""
         if self.problems:
             misnamed = [
-                f"{self.path}: column {name}: {use}"
+                f"{self.path}: column {self.label(name)}: {use}"
                 for name, use in self.uses.items()
                 if MEANT in use
             ]
             raise SchemaError("\n".join([*self.problems, *misnamed]))
 
     def columns(self) -> tuple[ColumnUse, ...]:
-        """Returns what the columns became, in the order of the file."""
-        return tuple(
-            ColumnUse(field.name, str(field.type), self.uses.get(field.name, ""))
-            for field in self.table.schema
-        )
+        """Returns what the columns became."""
+        uses = []
+        for column in self.table.schema:
+            use, note = self.uses.get(column.name, ""), self._content.notes.get(column.name)
+            use = f"{use}; {note}" if note and use else use
+            name = self._names.get(column.name, column.name)
+            uses.append(ColumnUse(name, str(column.type), use))
+        for name in self._left_out:
+            uses.append(ColumnUse(name, "left out", f"--column {name} names another column"))
+        return tuple(uses)
+
+
+def flag(ours: str, theirs: str) -> str:
+    """Returns the flag that names a column, for a shell."""
+    return f"--column {shlex.quote(f'{ours}={theirs}')}"
+
+
+def split_flag(texts: pa.ChunkedArray) -> str:
+    """Returns the flag that divides the texts of categories."""
+    texts = convert_text(texts)[0]
+    separator = next((s for s in "|;," if pc.any(pc.match_substring(texts, s)).as_py()), "|")
+    return f"--split categories='{separator}'"
 
 
 def check_split(source: InputTable, split: Mapping[str, str], whole: Iterable[str]) -> None:
@@ -163,7 +278,7 @@ def check_split(source: InputTable, split: Mapping[str, str], whole: Iterable[st
         if name in whole:
             source.problems.append(f"{source.path}: column {name} is one text; --split names it")
         if name not in source.table.column_names:
-            listed = ", ".join(source.table.column_names)
+            listed = list_names(source.table.column_names)
             source.problems.append(
                 f"{source.path}: column {name} is missing, which --split names; the file has "
                 f"{listed}"

@@ -24,6 +24,7 @@ from recserve.bounds import (
     format_time,
 )
 from recserve.features.tables.attribute_values import record_value, take_values
+from recserve.features.tables.column_names import names_of_table
 from recserve.features.tables.conversions import (
     ARROW_UNITS,
     Times,
@@ -33,12 +34,18 @@ from recserve.features.tables.conversions import (
     convert_times,
     show_time,
 )
-from recserve.features.tables.input_table import NO_VALUE, InputTable, check_split
+from recserve.features.tables.input_table import (
+    NO_VALUE,
+    InputTable,
+    check_split,
+    split_flag,
+)
 from recserve.features.tables.parquet import (
     BadRows,
     OnBadRows,
     RowCheck,
     SchemaError,
+    is_list,
     is_text,
     longer_than,
     mistyped,
@@ -56,6 +63,8 @@ OWN_COLUMNS = ("__semantic_id", "__popularity")  # of the catalogue in a bundle
 ATTRIBUTE = "attribute"
 CATEGORY_USE = "categories, filterable"
 PATHS = pa.list_(pa.string())
+PATH_FORM = '["Kitchen > Pots", "Gifts"] for [["Kitchen", "Pots"], ["Gifts"]]'
+NO_GENRES = "(no genres listed)"  # MovieLens' mark of a film without a genre
 # Units of an Arrow timestamp or date in a day.
 PER_DAY = {"d": 1} | {unit: 86_400 * per_s for unit, per_s in ARROW_UNITS.items()}
 # The days since 1970 that Python's calendar holds in every time zone.
@@ -161,6 +170,7 @@ def read_items(
     path: str | Path,
     on_bad_rows: OnBadRows = "error",
     split: Mapping[str, str] | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[ItemTable, BadRows]:
     """Reads items from Parquet, CSV or JSON lines.
 
@@ -178,6 +188,7 @@ def read_items(
         path: The file.
         on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
         split: Separators by name of a text column, which becomes a list of texts.
+        columns: Names of columns in the file by our name, as of `--column`.
 
     Returns:
         The items, and a report of columns and rejected rows.
@@ -186,8 +197,8 @@ def read_items(
         SchemaError: If the file is unreadable or columns are missing or mistyped.
         BadRowError: If a row is rejected under "error".
     """
-    split = split or {}
-    source = InputTable(Path(path), RESERVED)
+    source = InputTable(Path(path), RESERVED, names_of_table(columns or {}, "items", RESERVED))
+    split = {source.own_name(name): separator for name, separator in (split or {}).items()}
     rows, texts = len(source), pa.large_string()
     check_split(source, split, ("item_id", "title"))
     ids = source.require("item_id", convert_ids, "item ids, filterable", pa.nulls(rows, texts))
@@ -200,14 +211,19 @@ def read_items(
     )
     times = {n: source.convert(n, convert_times, use, nothing) for n, use in TIME_USE.items()}
     source.check()
-    check = RowCheck(source.path, rows, on_bad_rows)
+    check = RowCheck(source.path, rows, on_bad_rows, source.labels)
+    source.reject_unreadable(check, source.table.column_names)
     _reject_ids(check, ids)
     _reject_texts(check, titles, categories)
     _reject_times(check, times)
     for name, values in others.items():
         _reject_moments(check, name, values)
     kept = check.finish()
-    check.note("empty category paths, left out", _num_empty(categories.take(pa.array(kept))))
+    check.note("empty category paths, left out", _num_equal(categories.take(pa.array(kept)), ""))
+    check.note(
+        f"categories {NO_GENRES!r} read as no category",
+        _num_equal(categories.take(pa.array(kept)), NO_GENRES),
+    )
     table = pa.table(
         {
             "item_id": ids,
@@ -229,7 +245,7 @@ def _attributes(source: InputTable, split: Mapping[str, str]) -> dict[str, pa.Ch
             continue
         if name in OWN_COLUMNS:
             source.problems.append(
-                f"{source.path}: column {name} has a name that bundles use; rename the column"
+                f"{source.path}: column {name} has a name that bundles use; rename it in the file"
             )
         elif name in split:
             nothing = pa.nulls(len(source), PATHS)
@@ -335,28 +351,28 @@ def _reject_moments(check: RowCheck, name: str, values: pa.ChunkedArray) -> None
 def _convert_categories(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
     """Returns category paths as list<string>; null lists and null paths stay."""
     kind = values.type
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if (lists or pa.types.is_fixed_size_list(kind)) and (
-        is_text(kind.value_type) or pa.types.is_null(kind.value_type)
-    ):
+    if is_list(kind) and (is_text(kind.value_type) or pa.types.is_null(kind.value_type)):
         return pc.cast(values, PATHS).combine_chunks(), ""
     if is_text(kind):
-        texts, _ = convert_text(values)
-        separator = next((s for s in "|;," if pc.any(pc.match_substring(texts, s)).as_py()), "|")
         raise SchemaError(
-            f"is {kind}; expected list<string>; divide the text with "
-            f"--split categories='{separator}'"
+            f"is {kind}; expected list<string>; divide the text with {split_flag(values)}"
+        )
+    if is_list(kind) and is_list(kind.value_type):
+        raise SchemaError(
+            f"is {kind}; expected list<string>; join the steps of each path, as in {PATH_FORM}"
         )
     raise mistyped(values, "list<string>")
 
 
-def _num_empty(categories: pa.Array) -> int:
-    lengths = pc.binary_length(pc.list_flatten(categories))
-    return int(pc.sum(pc.equal(lengths, 0)).as_py() or 0)
+def _num_equal(categories: pa.Array, path: str) -> int:
+    return int(pc.sum(pc.equal(pc.list_flatten(categories), path)).as_py() or 0)
 
 
 def _without_empty(categories: pa.Array) -> pa.Array:
-    """Returns category paths; null lists become empty, null and empty paths are left out."""
-    if not categories.null_count and not null_or_blank(pc.list_flatten(categories)).any():
+    """Returns category paths; null lists become empty. What is no path is left out."""
+    none = (None, "", NO_GENRES)
+    flat = pc.list_flatten(categories)
+    if not categories.null_count and not pc.any(pc.is_in(flat, pa.array(none))).as_py():
         return categories
-    return pa.array([[p for p in paths or [] if p] for paths in categories.to_pylist()], PATHS)
+    lists = categories.to_pylist()
+    return pa.array([[p for p in paths or [] if p not in none] for paths in lists], PATHS)

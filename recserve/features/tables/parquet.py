@@ -6,7 +6,7 @@ A wrong schema is always an error. An invalid row is an error under `on_bad_rows
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from recserve.features.tables.column_names import list_names
+from recserve.features.tables.plain_columns import check_parquet
 
 OnBadRows = Literal["error", "skip"]
 MAX_TABLE_BYTES = 32 << 30
@@ -103,12 +106,26 @@ class RowCheck:
         dropped: Number of rejected rows, by reason.
         notes: Number of accepted but changed rows, by reason.
         examples: Messages about the first rejected rows.
-
-    Raises:
-        ValueError: If the policy is neither "error" nor "skip".
     """
 
-    def __init__(self, path: Path, num_rows: int, on_bad_rows: OnBadRows) -> None:
+    def __init__(
+        self,
+        path: Path,
+        num_rows: int,
+        on_bad_rows: OnBadRows,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begins with no row rejected.
+
+        Args:
+            path: Path of the file, for messages.
+            num_rows: Rows of the table.
+            on_bad_rows: The policy.
+            labels: Names of columns in messages, where they differ from ours.
+
+        Raises:
+            ValueError: If the policy is neither "error" nor "skip".
+        """
         if on_bad_rows not in ("error", "skip"):
             raise ValueError(f"on_bad_rows is {on_bad_rows!r}; expected 'error' or 'skip'")
         self.path = path
@@ -118,6 +135,7 @@ class RowCheck:
         self.notes: dict[str, int] = {}
         self.examples: list[str] = []
         self._problems: list[str] = []
+        self._labels = labels or {}
 
     def refuse(
         self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
@@ -127,7 +145,7 @@ class RowCheck:
         Args:
             bad: [num_rows] bool, True for invalid rows.
             reason: Short name of the reason, used for counting.
-            column: Name of the column.
+            column: Name of the column; empty for whole rows.
             describe: Maps a file row to the details in the message.
         """
         rows = np.flatnonzero(bad & self.kept)
@@ -135,9 +153,8 @@ class RowCheck:
             return
         # Each reason has an example, however many rows other reasons have.
         num_examples = max(1, MAX_EXAMPLES - len(self.examples))
-        messages = [
-            f"column {column}, row {row}: {describe(int(row))}" for row in rows[:num_examples]
-        ]
+        place = f"column {self._labels.get(column, column)}, row" if column else "row"
+        messages = [f"{place} {row}: {describe(int(row))}" for row in rows[:num_examples]]
         self._problems.append(
             f"{self.path}: {messages[0]} ({reason}; {rows.size} such rows of {self.kept.size}, "
             "rows count from 0)"
@@ -185,24 +202,23 @@ def read_table(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             meta = file.metadata
+            check_parquet(file)
             size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             if size > MAX_TABLE_BYTES:
                 raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
             table = file.read()
     except FileNotFoundError:
         raise SchemaError(f"{path}: no such file") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
-    check_table(table, path)
+    except ValueError as error:
+        raise error if isinstance(error, SchemaError) else SchemaError(f"{path}: {error}") from None
+    check_rows(table, path)
     return table
 
 
-def check_table(table: pa.Table, path: Path) -> None:
-    """Raises SchemaError if a table has no rows, or two columns of one name."""
-    names = table.column_names
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise SchemaError(f"{path}: column {repeated[0]} appears more than once")
+def check_rows(table: pa.Table, path: Path) -> None:
+    """Raises SchemaError if a table has no rows."""
     if table.num_rows == 0:
         raise SchemaError(f"{path}: the file has no rows; expected at least one")
 
@@ -213,6 +229,13 @@ def is_text(kind: Any) -> bool:
         kind = kind.value_type
     return bool(
         pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view()
+    )
+
+
+def is_list(kind: Any) -> bool:
+    """Whether an Arrow type is a list of any kind, a map excepted."""
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
@@ -232,7 +255,7 @@ def column(
         SchemaError: If the column is missing or mistyped. The message names file and column.
     """
     if name not in table.column_names:
-        listed = ", ".join(table.column_names)
+        listed = list_names(table.column_names)
         raise SchemaError(f"{path}: column {name} ({expected}) is missing; the file has {listed}")
     values = table.column(name)
     if not accepts(values.type):

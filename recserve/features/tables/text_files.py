@@ -1,74 +1,244 @@
 """Reads CSV files and files of JSON lines as Arrow tables, without changing what they say.
 
 Text stays text unless a whole column has one other form, so an id such as `0056` keeps its zeros.
+Numbers keep all their digits: a column is decimal if doubles would round a number beyond 2**53.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
+import re
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
+from recserve.bounds import MAX_WHOLE
+from recserve.features.tables.column_names import OTHER_NAMES, suggest
 from recserve.features.tables.parquet import SchemaError
+from recserve.features.tables.plain_columns import (
+    MAX_COLUMNS,
+    TOO_WIDE,
+    check_width,
+    unreadable_rows,
+    without_rows,
+)
 
-# Delimiters of each suffix; the first one that the header has is taken.
+# Delimiters of each suffix; the first one is that of a file with one column.
 DELIMITERS = {".csv": (",", ";", "\t"), ".tsv": ("\t",)}
 LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 BLOCK_BYTES = 16 << 20  # a row of CSV must be shorter
+HEAD_BYTES = 1 << 20  # of a CSV file, from which header and delimiter are read
+HEAD_ROWS, HEAD_COLUMNS = 20, 64
 # Columns of CSV whose text is never read as numbers here.
 TEXT_COLUMNS = ("user_id", "item_id", "title", "categories", "timestamp", "type")
 ID_COLUMNS = ("user_id", "item_id")
-INT64 = range(-(2**63), 2**63)
+INT64, UINT64 = range(-(2**63), 2**63), range(2**64)
+MAX_DIGITS = 76  # of a decimal column
 # A number with leading zeros is a code, not a number. 18 digits always fit into int64.
 _INTEGER = r"^-?(0|[1-9][0-9]{0,17})$"
+_LONG_INTEGER = r"^-?(0|[1-9][0-9]{0,19})$"
 _NUMBER = r"^-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?$"
 _FRACTION = r"[.eE]"
+_MAYBE_WIDE = r"^-?[0-9]{16}"  # at least 10**15
+_DIGITS = re.compile(rb"[0-9]{16}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Rename = Callable[[list[str]], list[str | None]]
+Report = Callable[[int], str]
 
 
-def read_csv(path: Path) -> pa.Table:
+@dataclass(frozen=True)
+class Unreadable:
+    """Rows that a file has and that no column can hold.
+
+    Attributes:
+        column: Name of the column; None if the whole row is unreadable.
+        rows: [n] int64 rows of the table, in which the column is null.
+        reason: Short name of the reason.
+        describe: Maps a row to the details in the message.
+    """
+
+    column: str | None
+    rows: np.ndarray
+    reason: str
+    describe: Report
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds.
+
+    Attributes:
+        table: The columns with our names.
+        unreadable: Rows that cannot be read.
+        notes: How a column was converted, by our name.
+    """
+
+    table: pa.Table
+    unreadable: tuple[Unreadable, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def read_csv(path: Path, rename: Rename) -> Content:
     """Reads a CSV file with a header. An empty field is null.
 
     Spreadsheets write semicolons where a comma is the decimal point.
 
-    A column is int64, double or bool if all its fields are; the other columns and TEXT_COLUMNS are
-    text.
+    A column is of integers, double, decimal or bool if all its fields are; the other columns and
+    TEXT_COLUMNS are text.
+
+    Args:
+        path: The file.
+        rename: Returns our names of the columns, None for those to leave out.
 
     Raises:
-        SchemaError: If the file is not CSV in UTF-8.
+        SchemaError: If the file is not CSV, or has too many columns.
     """
     delimiter = _delimiter(path)
     parse = pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES)
+    ragged: dict[int, pc_csv.InvalidRow] = {}
     try:
-        with pc_csv.open_csv(path, blocks, parse) as reader:
-            names = reader.schema.names
+        names = _names(path, delimiter)
+        check_width(names)
+        ours = rename(names)
         texts = pc_csv.ConvertOptions(
             column_types={name: pa.string() for name in names},
             strings_can_be_null=True,
             null_values=[""],
+            check_utf8=False,
         )
-        table = pc_csv.read_csv(path, blocks, parse, texts)
-    except (pa.ArrowException, OSError, ValueError) as error:
+        try:
+            table = pc_csv.read_csv(path, blocks, parse, texts)
+        except pa.ArrowInvalid as error:
+            if " columns, got " not in str(error):
+                raise
+            table = _read_ragged(path, parse, texts, ragged)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SchemaError(
             f"{path}: not a readable CSV file in UTF-8 ({error}){_encoding_hint(path)}"
         ) from error
-    columns = [
-        values if name in TEXT_COLUMNS else _infer(values, "," if delimiter == ";" else ".")
-        for name, values in zip(table.column_names, table.columns, strict=True)
-    ]
-    return pa.Table.from_arrays(columns, names=table.column_names)
+    except ValueError as error:
+        raise SchemaError(f"{path}: {error}") from None
+    found = []
+    if ragged:
+        found.append(
+            Unreadable(
+                None,
+                np.array(sorted(ragged), np.int64),
+                "wrong number of fields",
+                lambda row: (
+                    f"it has {ragged[row].actual_columns} fields; expected "
+                    f"{ragged[row].expected_columns}, as in the header, divided at {delimiter!r}"
+                ),
+            )
+        )
+    columns: dict[str, pa.ChunkedArray] = {}
+    notes: dict[str, str] = {}
+    for name, values in zip(ours, table.columns, strict=True):
+        if name is None:
+            continue
+        rows = unreadable_rows(values)
+        if rows.size:
+            found.append(Unreadable(name, rows, *_not_utf8(path, values)))
+            values = without_rows(values, rows)
+        if name not in TEXT_COLUMNS:
+            values, note = _infer(values, "," if delimiter == ";" else ".")
+            notes |= {name: note} if note else {}
+        columns[name] = values
+    return Content(pa.table(columns), tuple(found), notes)
+
+
+def _names(path: Path, delimiter: str) -> list[str]:
+    """Returns the names in the header, as Arrow reads them."""
+    parse = pc_csv.ParseOptions(
+        delimiter=delimiter, newlines_in_values=True, invalid_row_handler=lambda row: "skip"
+    )
+    plain = pc_csv.ConvertOptions(check_utf8=False)
+    with pc_csv.open_csv(path, pc_csv.ReadOptions(block_size=BLOCK_BYTES), parse, plain) as reader:
+        return list(reader.schema.names)
+
+
+def _not_utf8(path: Path, values: pa.ChunkedArray) -> tuple[str, Report]:
+    hint = _encoding_hint(path)
+
+    def describe(row: int) -> str:
+        raw = values.slice(row, 1).combine_chunks().view(pa.binary())[0].as_py()
+        return f"the text is not UTF-8: {raw[:60]!r}{hint}"
+
+    return "not UTF-8", describe
+
+
+def _read_ragged(
+    path: Path,
+    parse: pc_csv.ParseOptions,
+    texts: pc_csv.ConvertOptions,
+    ragged: dict[int, pc_csv.InvalidRow],
+) -> pa.Table:
+    """Reads a file in which rows have too many or too few fields; these are null, and noted."""
+
+    def note(row: pc_csv.InvalidRow) -> str:
+        ragged[row.number - 2] = row  # numbers count from 1, with the header
+        return "skip"
+
+    parse.invalid_row_handler = note
+    blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)  # numbers the rows
+    table = pc_csv.read_csv(path, blocks, parse, texts)
+    num_rows = table.num_rows + len(ragged)
+    null = np.zeros(num_rows, bool)
+    null[list(ragged)] = True
+    return table.take(pa.array(np.cumsum(~null) - 1, mask=null))
 
 
 def _delimiter(path: Path) -> str:
+    """Returns the delimiter with which the first rows have as many fields as the header.
+
+    Of several it is the one with the most columns of known names, then the one with the most
+    columns.
+
+    Raises:
+        SchemaError: If the header has too many columns.
+    """
     with path.open("rb") as file:
-        header = file.readline(BLOCK_BYTES)
+        raw = file.read(HEAD_BYTES)
+    head = raw.removeprefix(BOM_UTF8).decode("utf-8", "replace")
     known = DELIMITERS[path.suffix.lower()]
-    return next((one for one in known if one.encode() in header), known[0])
+    best, delimiter, width = (False, 0, 0), known[0], 0
+    for one in known:
+        rows: list[list[str]] = []
+        try:
+            reader = csv.reader(io.StringIO(head, newline=""), delimiter=one)
+            rows += filter(None, islice(reader, HEAD_ROWS))
+            fits = True
+        except csv.Error:
+            fits = False
+        if not rows or len(rows[0]) < 2:
+            continue
+        if len(raw) == HEAD_BYTES and len(rows) > 1:
+            rows.pop()  # its end may be missing
+        header = rows[0]
+        fits = fits and all(len(row) == len(header) for row in rows)
+        names = sum(
+            name in OTHER_NAMES or suggest(name, OTHER_NAMES) is not None
+            for name in header[:HEAD_COLUMNS]
+        )
+        rank = (fits, names, len(header))
+        if rank > best:
+            best, delimiter, width = rank, one, len(header)
+    if width > MAX_COLUMNS:
+        raise SchemaError(f"{path}: {TOO_WIDE}")
+    return delimiter
 
 
 def _encoding_hint(path: Path) -> str:
@@ -84,82 +254,265 @@ def _encoding_hint(path: Path) -> str:
     return ""
 
 
-def _infer(texts: pa.ChunkedArray, point: str) -> pa.ChunkedArray:
+def _infer(texts: pa.ChunkedArray, point: str) -> tuple[pa.ChunkedArray, str]:
     """Returns a column of text as numbers or booleans if all of its fields have that form.
 
     Args:
         texts: The column.
         point: Decimal point of the file; columns with "." are read in every file.
+
+    Returns:
+        The column, and a note if its numbers are no doubles or were rounded.
     """
     if texts.null_count == len(texts):
-        return pa.chunked_array([pa.nulls(len(texts))])
+        return pa.chunked_array([pa.nulls(len(texts))]), ""
 
     def every(pattern: str) -> bool:
         return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
 
     if every(_INTEGER):
-        return texts.cast(pa.int64())
+        return texts.cast(pa.int64()), ""
+    if every(_LONG_INTEGER):
+        for kind in (pa.int64(), pa.uint64()):
+            try:
+                return texts.cast(kind), ""
+            except pa.ArrowInvalid:
+                continue
     if point != "." and every(_NUMBER.replace(r"\.", point)):
         texts = pc.replace_substring(texts, point, ".")
     if every(_NUMBER) and pc.any(pc.match_substring_regex(texts, _FRACTION)).as_py():
-        return texts.cast(pa.float64())
+        long = texts.filter(pc.match_substring_regex(texts, _MAYBE_WIDE)).to_pylist()
+        wide = next((text for text in long if isinstance(_number(text), Decimal)), None)
+        if wide is None:
+            return texts.cast(pa.float64()), ""
+        return _decimals([None if t is None else Decimal(t) for t in texts.to_pylist()], wide)
     if every("^(?i:true|false)$"):
-        return texts.cast(pa.bool_())
-    return texts
+        return texts.cast(pa.bool_()), ""
+    return texts, ""
 
 
-def _is_wide(value: Any) -> bool:
-    """Whether a JSON value is or has an integer beyond 64 bits."""
-    if isinstance(value, int):
-        return value not in INT64
-    if isinstance(value, list | dict):
-        return any(map(_is_wide, value.values() if isinstance(value, dict) else value))
-    return False
+def _number(text: str) -> float | Decimal:
+    """Returns the number of a text: a decimal if a double would round it beyond 2**53.
+
+    A number with an exponent is a double.
+    """
+    short = float(text)
+    if -MAX_WHOLE < short < MAX_WHOLE or "e" in text or "E" in text:
+        return short
+    exact = Decimal(text)
+    return short if exact == Decimal(short) else exact
 
 
-def read_lines(path: Path) -> pa.Table:
+def _decimals(values: Sequence[Decimal | None], wide: object) -> tuple[pa.ChunkedArray, str]:
+    """Returns numbers as decimals, or as doubles if no decimal has so many digits; and a note.
+
+    Args:
+        values: The numbers.
+        wide: A number that a double would round.
+    """
+    numbers = [value for value in values if value is not None]
+    exponents = [value.as_tuple().exponent for value in numbers]
+    if all(isinstance(exponent, int) for exponent in exponents):  # neither NaN nor infinity
+        scale = max(0, *(-int(exponent) for exponent in exponents), 0)
+        size = scale + max(value.adjusted() + 1 for value in numbers if value)
+        if size <= MAX_DIGITS:
+            kind = (pa.decimal128 if size <= 38 else pa.decimal256)(size, scale)
+            return pa.chunked_array([pa.array(values, kind)]), f"exact: doubles would round {wide}"
+    rounded = [None if value is None else float(value) for value in values]
+    return pa.chunked_array([pa.array(rounded)]), f"doubles, which round {wide}"
+
+
+def read_lines(path: Path, rename: Rename) -> Content:
     """Reads a file with one JSON object per line. An absent field is null.
 
     Ids that are integers beyond 64 bits become their digits.
 
+    Args:
+        path: The file.
+        rename: Returns our names of the fields, None for those to leave out.
+
     Raises:
-        SchemaError: If a line is not a JSON object, a column mixes types, or another integer does
-            not fit into 64 bits.
+        SchemaError: If a line is not a JSON object, a column mixes types, an integer does not fit,
+            or there are too many columns.
     """
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
+    wide: list[int] = []  # rows with long numbers
+    broken: dict[str, dict[int, str]] = {}  # texts that are no Unicode, by column and row
+    nested: set[tuple[str, str]] = set()  # column and name of nested fields
+    misnamed: dict[int, str] = {}  # names that are no Unicode, by row
+    names: dict[str, None] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)  # skips a byte order mark
-            except (ValueError, RecursionError) as error:
-                raise SchemaError(f"{path}: line {number}: not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise SchemaError(
-                    f"{path}: line {number}: expected one JSON object per line, "
-                    f"got {type(row).__name__}"
-                )
+                text, is_text = line.removeprefix(BOM_UTF8).decode(), b"\\u" not in line
+            except UnicodeDecodeError:
+                text, is_text = line.decode("utf-8", "surrogateescape"), False
+            is_wide = _DIGITS.search(line) is not None
+            row = _json_object(path, number, text, is_wide)
+            if is_wide:
+                wide.append(len(rows))
+            if not is_text:
+                for name in [one for one in row if not _is_text(one)]:
+                    misnamed[len(rows)] = ascii(name)
+                    del row[name]
+                for name in [one for one, value in row.items() if not _is_text(value)]:
+                    broken.setdefault(name, {})[len(rows)] = ascii(row.pop(name))
+            names |= dict.fromkeys(row)
+            for name, value in row.items():
+                if isinstance(value, list | dict):
+                    _add_nested(nested, name, value)
+            if len(names) + len(nested) > MAX_COLUMNS:
+                raise SchemaError(f"{path}: line {number}: {TOO_WIDE}, nested ones included")
             rows.append(row)
             lines.append(number)
-    columns, problems = {}, []
-    for name in dict.fromkeys(name for row in rows for name in row):
+    names |= dict.fromkeys(broken)
+    try:
+        own_names = dict(zip(names, rename(list(names)), strict=True))
+    except ValueError as error:
+        raise SchemaError(f"{path}: {error}") from None
+    columns: dict[str, pa.ChunkedArray] = {}
+    problems, notes = [], dict[str, str]()
+    for name, own in own_names.items():
+        if own is None:
+            continue
         values = [row.get(name) for row in rows]
         try:
-            columns[name] = pa.array(values)
-        except (pa.ArrowException, TypeError, OverflowError) as error:
-            wide = next((n for n, value in enumerate(values) if _is_wide(value)), None)
-            is_id = name in ID_COLUMNS
-            if is_id and wide is not None and all(type(v) is int for v in values if v is not None):
-                columns[name] = pa.array([None if v is None else str(v) for v in values])
-            elif is_id or wide is None:
-                problems.append(f"{path}: column {name} has values of several types ({error})")
-            else:
-                problems.append(
-                    f"{path}: column {name}, line {lines[wide]}: an integer does not fit into "
-                    f"64 bits: {json.dumps(values[wide])[:80]}"
-                )
+            columns[own], note = _column(values, lines, wide, own in ID_COLUMNS)
+            notes |= {own: note} if note else {}
+        except SchemaError as error:
+            problems.append(f"{path}: column {name}{error}")
     if problems:
         raise SchemaError("\n".join(problems))
-    return pa.table(columns)
+    places: dict[str | None, dict[int, str]] = {None: misnamed} if misnamed else {}
+    places |= {own: broken[name] for name, own in own_names.items() if name in broken and own}
+    hint = _encoding_hint(path) if places else ""
+    found = [
+        Unreadable(
+            column,
+            np.array(sorted(texts)),
+            "no Unicode text",
+            {
+                row: f"line {lines[row]}: no Unicode text: {text[:80]}{hint}"
+                for row, text in texts.items()
+            }.__getitem__,
+        )
+        for column, texts in places.items()
+    ]
+    return Content(pa.table(columns), tuple(found), notes)
+
+
+def _json_object(path: Path, number: int, text: str, is_wide: bool) -> dict[str, Any]:
+    """Returns the object of a line. Raises SchemaError with the line's number."""
+    try:
+        row = json.loads(text, parse_float=_number) if is_wide else json.loads(text)
+    except json.JSONDecodeError as error:
+        part = ascii(text[error.pos : error.pos + 30].rstrip())
+        reason = f"not JSON from character {error.pos + 1} on: {part}"
+    except RecursionError:
+        reason = "not JSON that can be read: it is nested too deep"
+    except ValueError:
+        reason = "not JSON that can be read: a number has thousands of digits"
+    else:
+        if isinstance(row, dict):
+            return row
+        reason = f"expected one JSON object per line, got {type(row).__name__}"
+    raise SchemaError(f"{path}: line {number}: {reason}")
+
+
+def _add_nested(found: set[tuple[str, str]], column: str, value: Any) -> None:
+    """Adds the names of all objects in a value."""
+    if isinstance(value, dict):
+        found.update((column, name) for name in value)
+        value = list(value.values())
+    for one in value:
+        if isinstance(one, list | dict):
+            _add_nested(found, column, one)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether all texts of a JSON value are Unicode."""
+    if isinstance(value, str):
+        return not _SURROGATE.search(value)
+    if isinstance(value, list):
+        return all(map(_is_text, value))
+    if isinstance(value, dict):
+        return all(map(_is_text, value)) and all(map(_is_text, value.values()))
+    return True
+
+
+def _column(
+    values: list[Any], lines: Sequence[int], wide: Sequence[int], is_id: bool
+) -> tuple[pa.ChunkedArray, str]:
+    """Returns the values of a field as a column, and a note about its numbers.
+
+    Args:
+        values: The values by row.
+        lines: Number of each row's line.
+        wide: Rows in which numbers may be long.
+        is_id: Whether the values are ids.
+
+    Raises:
+        SchemaError: If the values are of several types, or a number has no exact type.
+    """
+    try:
+        array = pa.array(values)
+    except (pa.ArrowException, TypeError, OverflowError):
+        array = None
+    lossy = [row for row in wide if array is None or array[row].as_py() != values[row]]
+    if array is not None and not lossy:
+        return pa.chunked_array([array]), ""
+    kinds = {type(value) for value in values if value is not None}
+    beyond = next((row for row in lossy if _is_beyond(values[row])), None)
+    if lossy and kinds == {int}:
+        if is_id:
+            return pa.chunked_array([pa.array([None if v is None else str(v) for v in values])]), ""
+        if all(value is None or value in UINT64 for value in values):
+            return pa.chunked_array([pa.array(values, pa.uint64())]), ""
+    elif lossy and kinds <= {int, float, Decimal}:
+        exact = [None if v is None else Decimal(str(v)) for v in values]
+        return _decimals(exact, values[lossy[0]])
+    if beyond is not None:
+        shown = json.dumps(values[beyond], default=str)[:80]
+        raise SchemaError(f", line {lines[beyond]}: an integer does not fit into 64 bits: {shown}")
+    if array is not None or any(_has_decimal(values[row]) for row in lossy):
+        row = lossy[0]
+        shown = json.dumps(values[row], default=str)[:80]
+        raise SchemaError(f", line {lines[row]}: doubles would round a number of {shown}")
+    row = _first_misfit(values)
+    before = pa.array(values[:row]).type
+    shown = json.dumps(values[row], default=str)[:60]
+    raise SchemaError(
+        f" has values of several types: line {lines[row]} has {shown}, "
+        f"and the lines before it are {before}"
+    )
+
+
+def _first_misfit(values: list[Any]) -> int:
+    """Returns the first row whose value does not fit those before it, by bisection."""
+    low, high = 0, len(values)  # the first `low` values fit, the first `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            pa.array(values[:middle])
+            low = middle
+        except (pa.ArrowException, TypeError, OverflowError):
+            high = middle
+    return low
+
+
+def _is_beyond(value: Any) -> bool:
+    """Whether a JSON value is or has an integer beyond 64 bits."""
+    if isinstance(value, int):
+        return value not in INT64
+    if isinstance(value, list | dict):
+        return any(map(_is_beyond, value.values() if isinstance(value, dict) else value))
+    return False
+
+
+def _has_decimal(value: Any) -> bool:
+    if isinstance(value, list | dict):
+        return any(map(_has_decimal, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Decimal)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.utils.extmath import randomized_svd
 
+from recserve.features.tables.column_names import names_of_table
 from recserve.features.tables.conversions import id_column
 from recserve.features.tables.events import EventLog
+from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.parquet import BadRows, SchemaError, column, read_table
+from recserve.features.tables.parquet import BadRows, SchemaError, column
 from recserve.features.vectors.text_encoder import TextEncoder, document, unit
 from recserve.features.words import words
 
+VECTORS = ("item_id", "vector")  # columns of a file of vectors
 MAX_TERMS = 50_000
 WINDOW = 10
 
@@ -96,7 +100,10 @@ def join_vectors(text: np.ndarray, collaborative: np.ndarray, weight: float) -> 
 
 
 def read_vectors(
-    path: str | Path, item_ids: list[str], items_report: BadRows | None = None
+    path: str | Path,
+    item_ids: list[str],
+    items_report: BadRows | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> np.ndarray:
     """Reads the user's own vectors, in the order of `item_ids`.
 
@@ -108,6 +115,7 @@ def read_vectors(
         item_ids: [I] item ids.
         items_report: Report on the items file, which tells the rows that became items. None means
             all rows.
+        columns: Names of columns in the file by our name, as of `--column`.
 
     Returns:
         [I, F] float32 vectors.
@@ -127,7 +135,9 @@ def read_vectors(
         if items_report is not None:
             vectors = vectors[items_report.kept_rows]
     else:
-        vectors = _read_parquet(path, item_ids)
+        vectors = _read_parquet(
+            path, item_ids, names_of_table(columns or {}, "embeddings", VECTORS)
+        )
     bad = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
     if bad.size:
         raise ValueError(f"{path}: the vector of item {item_ids[bad[0]]!r} is not finite")
@@ -147,9 +157,9 @@ def _read_npy(path: Path) -> np.ndarray:
     return np.asarray(vectors, dtype=np.float32)
 
 
-def _read_parquet(path: Path, item_ids: list[str]) -> np.ndarray:
+def _read_parquet(path: Path, item_ids: list[str], names: Mapping[str, str]) -> np.ndarray:
     """Reads vectors from a Parquet file and sorts them by `item_ids`."""
-    table = read_table(path)
+    table = InputTable(path, VECTORS, names).table
 
     def accepts(kind: Any) -> bool:
         return bool(

@@ -153,13 +153,36 @@ def test_bad_row_is_named_or_dropped(tmp_path: Path, change: Any, reason: str, c
     assert any("dropped 1 of 3 rows" in line for line in report.lines())
 
 
-def test_unordered_rows_raise_or_are_sorted_and_counted(tmp_path: Path) -> None:
-    columns = {"user_id": ["u", "v", "u"], "item_id": ["a", "b", "c"], "position": [5, 1, 4]}
-    with pytest.raises(BadRowError, match="column position, row 2: older .* of user 'u'"):
-        read(tmp_path, **columns)
-    log, report = read(tmp_path, "skip", **columns)
-    assert log.item_rows.tolist() == [2, 0, 1]
-    assert report.num_dropped == 0 and report.notes == {"rows out of position order, sorted": 1}
+@pytest.mark.parametrize("on_bad_rows", ["error", "skip"])
+def test_unordered_rows_are_sorted_and_counted(tmp_path: Path, on_bad_rows: str) -> None:
+    """Each user's rows by time, then position; ties as in the file."""
+    drawn = np.random.default_rng(3)
+    for clocks in (("position",), ("timestamp",), ("timestamp", "position")):
+        users, items = drawn.integers(0, 4, 60), drawn.permutation(60)
+        keys = {
+            "timestamp": START + drawn.integers(0, 5, 60),
+            "position": drawn.permutation(60),
+        }
+        columns = {name: keys[name] for name in clocks}
+        names = [str(n) for n in range(60)]
+        path = written(tmp_path, user_id=users, item_id=items, **columns)
+        log, report = read_events(
+            path, ItemTable(names, names, [[] for _ in names], pa.table({})), on_bad_rows
+        )
+        late, wanted = 0, {}
+        for row, user in enumerate(users.tolist()):
+            mine = wanted.setdefault(str(user), [])
+            key = tuple(int(keys[name][row]) for name in clocks)
+            late += bool(mine) and key < mine[-1][0]
+            mine.append((key, int(items[row])))
+        found = {
+            user: log.item_rows[log.offsets[n] : log.offsets[n + 1]].tolist()
+            for n, user in enumerate(log.user_ids)
+        }
+        ranked = {user: sorted(rows, key=lambda row: row[0]) for user, rows in wanted.items()}
+        assert found == {user: [item for _, item in rows] for user, rows in ranked.items()}
+        assert report.num_dropped == 0
+        assert report.notes == {f"rows out of {clocks[0]} order, sorted": late}
 
 
 def test_a_file_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
@@ -174,7 +197,7 @@ def test_every_column_is_reported(tmp_path: Path) -> None:
         "user_id": "user ids",
         "item_id": "item ids",
         "position": "positions",
-        "rating": "not used; did you mean value? rename the column",
+        "rating": "not used; did you mean value? name it with --column value=rating",
         "shop": "not used",
         "type": "ignored: no row has a value",
     }
