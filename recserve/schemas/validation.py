@@ -6,6 +6,7 @@ nearest field name, and the meaning of a pattern.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import math
 import re
@@ -37,6 +38,7 @@ _MISTYPED = re.compile(r"Expected (?:str|datetime)(?: \| null)?, got (\w+)")
 _MISSING = re.compile(r"Object missing required field (.*)")
 GOT_FLOAT = "got `float`"
 MAX_NUMBER = 10**100  # larger ones are not written as text
+_LEAP = re.compile(r"(.{10}[Tt ]\d\d:\d\d:)60(.*)", re.ASCII | re.DOTALL)
 _ENTRY = "[...]"  # msgspec's path step for some entry of a mapping; it does not name the key
 
 
@@ -69,7 +71,8 @@ def number_texts(given: Any, kind: Any) -> Any:
     """Returns plain values with texts for the numbers in the place of ids and times.
 
     A number that stands for no id stays as it is. One that stands for no time becomes its digits,
-    so that the message about it is that of other texts.
+    so that the message about it is that of other texts. A leap second becomes the second before,
+    since msgspec reads none.
 
     Args:
         given: Plain values of a message.
@@ -120,10 +123,26 @@ def _id_text(value: Any) -> Any:
     return value if text is None else text
 
 
+def _without_leap(text: str) -> str:
+    """Returns a leap second (`23:59:60` in UTC) as the second before; other texts as they are."""
+    parts = _LEAP.fullmatch(text)
+    if parts is None:
+        return text
+    before = f"{parts[1]}59{parts[2]}".upper()
+    try:
+        moment = datetime.datetime.fromisoformat(before)
+        is_leap = moment.tzinfo is not None and moment.astimezone(datetime.UTC).strftime("%T")
+    except (ValueError, OverflowError):
+        return text
+    return before if is_leap == "23:59:59" else text
+
+
 def _time_text(value: Any) -> Any:
     time_us = time_of_number(value)
     if time_us is not None:
         return format_time(time_us)
+    if isinstance(value, str):
+        return _without_leap(value)
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return value
     return f"{Decimal(str(value)):f}" if -MAX_NUMBER < value < MAX_NUMBER else value

@@ -38,7 +38,7 @@ from recserve.schemas.items import (
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS, TextRequest
 from recserve.schemas.validation import validation_error
 from recserve.server.body_decoder import decode
-from recserve.server.errors import BodyTooLarge, ClientGone, NotReady
+from recserve.server.errors import BodyTooLarge, ClientGone, EncodedBody, NotReady
 from recserve.server.inference_counts import InferenceCounts
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.threads import Threads, check_first, is_large, on_thread, reads_store
@@ -227,14 +227,22 @@ class RequestContext:
         """Reads the body.
 
         Raises:
+            EncodedBody: If the body is compressed.
             BodyTooLarge: If the body is longer than `max_body_bytes`.
             ClientGone: If the client closes the connection.
             Exception: The connection's own error if it has refused the rest of the body.
         """
         limit = self.state.max_body_bytes
-        announced = self.request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > limit:
-            raise BodyTooLarge(f"the body may have at most {limit} bytes, got {announced}")
+        for name, value in self.request.scope["headers"]:
+            if name == b"content-length":
+                if value.isdigit() and int(value) > limit:
+                    got = value.decode()
+                    raise BodyTooLarge(f"the body may have at most {limit} bytes, got {got}")
+            elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                shown = ascii(value[:40].decode("latin-1"))
+                raise EncodedBody(
+                    f"Content-Encoding is {shown}; this server reads bodies that are not compressed"
+                )
         chunks = []
         size = 0
         more = True

@@ -37,6 +37,10 @@ class BodyTooLarge(ValueError):
     """The body is longer than the server reads."""
 
 
+class EncodedBody(ValueError):
+    """The body is compressed, which this server does not read."""
+
+
 class MalformedRequest(ValueError):
     """The request is not HTTP/1.1."""
 
@@ -122,6 +126,7 @@ TABLE: dict[type[Exception], Row] = {
     RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
     SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
+    EncodedBody: Row(415, "invalid_request_error", "unsupported_encoding", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full"),
     QuotaExceeded: Row(429, "rate_limit_error", "quota_exceeded", "quota"),
     HeadersTooLarge: Row(431, "invalid_request_error", "headers_too_large", "invalid"),
@@ -216,6 +221,8 @@ def error_response(error: BaseException, path: str) -> Response:
     headers = {}
     if isinstance(error, QueueFull | QuotaExceeded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif row.status == 415:
+        headers["Accept-Encoding"] = "identity"
     elif row.status == 503:
         headers["Retry-After"] = "1"
     elif row.status == 401:

@@ -26,7 +26,10 @@ Schema = dict[str, Any]
 # Codes of errors: of every request, of those with a key, a body or query, a queue.
 ALWAYS = ("request_timeout", "headers_too_large", "internal", "not_ready", "too_many_connections")
 KEYS = ("invalid_api_key", "cross_site")
-INPUT = ("malformed_body", "malformed_request", "body_too_large", "missing_field", "unknown_field")
+INPUT = (
+    *("malformed_body", "malformed_request", "body_too_large", "unsupported_encoding"),
+    *("missing_field", "unknown_field"),
+)
 ENGINE = ("unknown_model", "request_too_large", "queue_full", "deadline_exceeded")
 
 

@@ -22,7 +22,7 @@ MAX_KEY_BYTES = 4096
 # A recserve server closes an idle connection after 5 s; this side has to be the first one.
 IDLE_S = 2.0
 # The request is the reason, unless the control answers it.
-REFUSED = (400, 413, 422)
+REFUSED = (400, 413, 415, 422)
 
 
 class RemoteArm:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from recserve.batch.generate import Defaults, Generator, check_schema
 from recserve.batch.together import together
+from recserve.bounds import format_time
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.client import Client
 from recserve.features.tables.event_table import read_events
@@ -289,6 +290,14 @@ def test_the_client_names_ids_by_numbers(service: Service, client: httpx.Client)
 
 
 SECONDS = st.integers(10**8, 1_780_000_000)
+LEAPS = st.builds(
+    lambda day, fraction, t: f"{day}{t}23:59:60{fraction}{'z' if t == 't' else 'Z'}",
+    st.sampled_from(["1972-06-30", "2016-12-31", "2024-02-29"]),
+    st.sampled_from(["", ".5", ".000001", ".123456789"]),
+    st.sampled_from("Tt"),
+) | st.sampled_from(
+    ["2017-01-01T00:59:60+01:00", "2016-12-31T15:59:60.25-08:00", "2017-01-01t05:29:60+05:30"]
+)
 TIMES = st.one_of(
     SECONDS,
     SECONDS.flatmap(lambda s: st.sampled_from([s * 10**3, s * US + 1, s * 10**9 + 999])),
@@ -297,9 +306,8 @@ TIMES = st.one_of(
     st.floats(1e17, 1.78e18),
     SECONDS.map(str),
     SECONDS.map(lambda s: f"{s}.25"),
-    st.sampled_from(
-        ["2024-02-29T23:30:00+02:00", "2016-12-31T23:59:60Z", "2025-01-01t00:00:00.5z"]
-    ),
+    st.sampled_from(["2024-02-29T23:30:00+02:00", "2025-01-01t00:00:00.5z"]),
+    LEAPS,
 )
 NO_TIMES = st.one_of(
     st.integers(-(10**12), 10**8 - 1),
@@ -307,6 +315,7 @@ NO_TIMES = st.one_of(
     st.integers(2**63, 2**70),
     st.booleans(),
     st.sampled_from([math.nan, math.inf, 0.5, "yesterday", "12", "2024-02-30T00:00:00Z"]),
+    st.sampled_from(["2016-12-31T23:59:61Z", "2016-12-31T12:00:60Z", "2016-12-31T23:59:60+01:00"]),
 )
 
 
@@ -320,6 +329,10 @@ def read_time(folder: Path, value: Any) -> int | None:
         return int(read_events(folder / "events.parquet", read_items_of_seven(folder))[0].times[0])
     except (SchemaError, BadRowError):
         return None
+
+
+def write_lines(table: pa.Table, path: Path) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
 
 
 def stored_time(service: Service, user: str) -> int:
@@ -343,8 +356,19 @@ def test_a_time_arrives_alike_through_every_door(
     assert stored_time(service, "timed") == expected
     assert client.post("/v1/events", json={"events": [event]}).json()["accepted"] == 1
     assert stored_time(service, "timed") == expected
-    if isinstance(value, str) and value.endswith("60Z"):
-        return  # a datetime has no leap second
+    item = {"item_id": 7, "available_from": value}
+    for name, form in (("items.parquet", pq.write_table), ("items.jsonl", write_lines)):
+        path = tmp_path_factory.mktemp("items") / name
+        form(table_of("available_from", value, item_id=["7"]), path)
+        begins = read_items(path)[0].time("available_from").cast(pa.int64())
+        assert begins.to_pylist() == [expected]
+    for put in (
+        lambda: service.put_items({"items": [item]}).rejected,
+        lambda: client.put("/v1/items", json={"items": [item]}).json()["rejected"],
+    ):
+        assert put() == []
+        assert service.item(7).available_from == format_time(expected)
+    assert service.put_items({"items": [{**item, "available_from": None}]}).rejected == []
     shown = {"candidates": [{"item_id": 7, "shown_at": value}], "user": USER}
     assert client.post("/v1/rank", json={**shown, "user": {"id": str(USER)}}).status_code == 200
     assert len(service.rank(shown).items) == 1

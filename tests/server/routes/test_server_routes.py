@@ -1,6 +1,7 @@
 """HTTP as clients meet it: answers, the one error shape, limits, keys, overload, cancellation."""
 
 import base64
+import gzip
 import json
 import random
 import re
@@ -16,7 +17,8 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.item_journal import JournalError
 from recserve.metrics.metrics import DEGRADED
-from recserve.server.errors import TABLE
+from recserve.schemas.api import OPERATIONS, is_admin
+from recserve.server.errors import TABLE, is_inference
 from recserve.service import Service, ServiceOptions
 from tests.support.live_server import live
 from tests.support.paths import ROOT
@@ -185,6 +187,25 @@ def test_every_refusal_has_the_one_shape(client, method, path, body, status, cod
     assert answer.status_code == status
     error = error_of(answer)
     assert (error["code"], error["param"]) == (code, param)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "GZIP", "identity, gzip"])
+def test_a_compressed_body_is_refused_at_every_route(client, coding):
+    """Also one that is not compressed in truth; `identity` is no coding."""
+    for row in OPERATIONS.values():
+        if row.body is None or is_admin(row.path):
+            continue
+        path = re.sub(r"\{.*?\}", "recommend", row.path)
+        for body in (gzip.compress(b"{}"), b"{}"):
+            answer = client.request(
+                row.method, path, content=body, headers={"Content-Encoding": coding}
+            )
+            assert answer.status_code == 415, (row.name, answer.text)
+            error = answer.json()["error"]
+            message = error if is_inference(path) else error["message"]
+            assert "Content-Encoding" in message and "not compressed" in message
+    plain = client.post("/v1/recommend", content=b"{}", headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 422
 
 
 def test_a_wrong_route_or_method_is_told_the_right_one(client):
