@@ -46,6 +46,10 @@ class VectorIndex(Protocol):
         """
         ...
 
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the vectors [n, E] float32 of rows [n] that a search found."""
+        ...
+
 
 @dataclass(frozen=True)
 class Prefix:

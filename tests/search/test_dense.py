@@ -62,7 +62,7 @@ def plain_slate(world, request):
     for o, outcome in enumerate(mix):
         for d, offset in enumerate(config.offset_shares):
             vector = world.retriever.queries(hidden, torch.tensor(o), torch.tensor(d))
-            vectors.append(vector.numpy())
+            vectors.append(vector.double().numpy())
             shares.append(outcome * offset)
     budgets = plain_merge(vectors, plain_budgets(shares, request.k))
     owned = {v: [] for v in range(len(vectors)) if budgets[v]}
@@ -136,6 +136,25 @@ def test_slates_equal_a_plain_loop(form, overfetch, monkeypatch):
             assert request.allowed.at(slate.rows).all()
         if request.excluded is not None:
             assert not set(slate.rows.tolist()) & set(request.excluded.tolist())
+
+
+@pytest.mark.parametrize("apart", [0.15, 1.0])
+def test_an_item_belongs_to_its_nearest_vector_at_any_depth(apart):
+    """Also an item that only a farther vector's search reaches. Vectors are near or far apart."""
+    codes = torch.unique(
+        torch.randint(0, 14, (2500, 4), generator=torch.Generator().manual_seed(1)), dim=0
+    )
+    world = World("items", codes)
+    world.retriever.outcomes.weight.data.mul_(apart)
+    draw = np.random.default_rng(0)
+    requests = [
+        world.request(seed, int(draw.integers(1, 60)), outcome=draw.random(2) + 0.01)
+        for seed in range(100)
+    ]
+    for request, slate in zip(requests, world.engine.run_many(requests), strict=True):
+        rows, scores = plain_slate(world, request)
+        assert slate.rows.tolist() == rows
+        np.testing.assert_allclose(slate.scores, scores, atol=1e-4)
 
 
 def test_company_does_not_change_a_slate(world):

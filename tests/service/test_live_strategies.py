@@ -127,13 +127,16 @@ class Exhaustive:
         self.rows = np.setdiff1d(np.arange(items.num_rows), items.removed_rows)
         models = service.catalog.models
         vectors = item_vectors(models.heads.retriever, models.recommender)
-        self.vectors = vectors.numpy()[self.rows]
+        self._vectors = vectors.numpy()
         self.num_items = len(self.rows)
 
     def search(self, queries, k):
-        scores = queries @ self.vectors.T
+        scores = queries @ self._vectors[self.rows].T
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return self.rows[order], np.take_along_axis(scores, order, 1)
+
+    def vectors(self, rows):
+        return self._vectors[rows]
 
 
 def dense_slate(service, k: int) -> dict[str, float]:

@@ -73,14 +73,17 @@ class PlainIndex:
     """Exhaustive inner products: the index of strategy `dense` if faiss is not installed."""
 
     def __init__(self, vectors: np.ndarray) -> None:
-        self.vectors = vectors
+        self._vectors = vectors
 
     @property
     def num_items(self) -> int:
-        return len(self.vectors)
+        return len(self._vectors)
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self._vectors[rows])
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        scores = queries @ self.vectors.T
+        scores = queries @ self._vectors.T
         rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return rows, np.take_along_axis(scores, rows, axis=1)
 

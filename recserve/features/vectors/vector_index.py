@@ -65,8 +65,10 @@ class FaissIndex:
             )
             sample = np.random.default_rng(0).permutation(self.num_items)
             self._index.train(vectors[np.sort(sample[: TRAINED_PER_LIST * self.num_lists])])
+            # `vectors` looks rows up.
+            self._index.set_direct_map_type(faiss.DirectMap.Hashtable)  # type: ignore[attr-defined]
         else:
-            self._index = faiss.IndexIDMap(flat)
+            self._index = faiss.IndexIDMap2(flat)
         self._index.add_with_ids(vectors, np.arange(self.num_items) if rows is None else rows)
         self._num_trained, self._num_added = self.num_items, 0
 
@@ -92,9 +94,9 @@ class FaissIndex:
         new = copy.copy(self)
         new._index = faiss.clone_index(self._index)
         with one_thread():
-            new._index.remove_ids(
-                faiss.IDSelectorBatch(np.ascontiguousarray(removed_rows, np.int64))
-            )
+            # Lists look each row up, a flat index looks at every row.
+            select = faiss.IDSelectorArray if self.num_lists else faiss.IDSelectorBatch
+            new._index.remove_ids(select(np.ascontiguousarray(removed_rows, np.int64)))
             new._index.add_with_ids(np.ascontiguousarray(vectors, np.float32), rows)
         new.num_items, new._num_added = new._index.ntotal, self._num_added + len(rows)
         return new
@@ -110,6 +112,12 @@ class FaissIndex:
         with one_thread():
             scores, rows = self._index.search(queries, k, params=parameters)
         return rows, scores
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        """Implements `VectorIndex.vectors` of core/request.py."""
+        with one_thread():
+            found: np.ndarray = self._index.reconstruct_batch(np.ascontiguousarray(rows, np.int64))
+        return found
 
 
 class LaterRows:
@@ -178,6 +186,19 @@ class VersionIndex:
         scores = np.concatenate([scores, more], axis=1)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
+
+    def vectors(self, rows: np.ndarray) -> np.ndarray:
+        """Implements `VectorIndex.vectors` of core/request.py."""
+        if not self.num_later:
+            return self.base.vectors(rows)
+        later = self.later.rows.view(self.num_later)
+        order = np.argsort(later)
+        places = order[np.searchsorted(later, rows, sorter=order).clip(max=later.size - 1)]
+        own = later[places] == rows
+        found = np.empty((rows.size, self.base.dimensions), np.float32)
+        found[own] = self.later.vectors.view(self.num_later)[places[own]]
+        found[~own] = self.base.vectors(rows[~own])
+        return found
 
     def at(self, num_rows: int, removed_rows: np.ndarray, vectors_of: VectorsOf) -> VersionIndex:
         """Returns the index of the next version, with the rows that this version lacks.

@@ -4,9 +4,9 @@ No tree is scored.
 
 The k places of a slate are split over (outcome, time offset) pairs in proportion to their shares.
 Vectors of nearly the same direction are merged and their places added. An index finds the items
-near each vector. Every item belongs to its nearest vector. The places of a vector go to its nearest
-items; places that remain free go to the nearest of all other items. A result does not depend on the
-other requests of a batch.
+near each vector. Every item belongs to its nearest vector, whichever vector it was found with. The
+places of a vector go to its nearest items; places that remain free go to the nearest of all other
+items that were found. A result does not depend on the other requests of a batch.
 
 Source: PinRec, arXiv 2504.10507, budgets per outcome and embedding compression.
 """
@@ -101,6 +101,23 @@ class Retrieved:
 
     rows: np.ndarray
     cosines: np.ndarray
+
+
+@dataclass(frozen=True)
+class AssignedItems:
+    """Items that a search found, each with the query of its request that it is nearest to.
+
+    Attributes:
+        rows: [m] item rows, each once per request.
+        queries: [m] indices of queries.
+        cosines: [m] float32.
+        unfilled: [u] requests with a query that found fewer items of its own than it has places.
+    """
+
+    rows: np.ndarray
+    queries: np.ndarray
+    cosines: np.ndarray
+    unfilled: np.ndarray
 
 
 def nearest(
@@ -214,20 +231,25 @@ def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) ->
     """Returns the items of each request: k items wherever the filter and the caps leave k.
 
     One search covers all requests. Requests with too few allowed items are searched again,
-    DEPTH_FACTOR times deeper, and finally through the whole index.
+    DEPTH_FACTOR times deeper, and finally through the whole index. Those with a vector that found
+    fewer items of its own than it has places are searched once more only: another vector may be
+    nearer to all items there are.
     """
     found: dict[int, Retrieved] = {}
-    depths = np.array([first_depth(request, index.num_items) for request in requests])
+    first = np.array([first_depth(request, index.num_items) for request in requests])
+    depths = first
     waiting = np.arange(len(requests))
     while waiting.size:
         part = queries.of(waiting)
-        rows, cosines = index.search(part.vectors, int(depths[waiting].max()))
+        rows, _ = index.search(part.vectors, int(depths[waiting].max()))
         usable = (rows >= 0) & (np.arange(rows.shape[1]) < depths[part.owners][:, None])
         usable &= _mask_allowed(rows, part.owners, requests)
-        slates = _slates(part, rows, cosines, usable, requests)
+        items = _assign(part, rows, usable, index)
+        slates = _slates(part, items, requests)
         found |= slates
-        enough = [slates[b].rows.size >= requests[b].k for b in waiting.tolist()]
-        waiting = waiting[~np.array(enough) & (depths[waiting] < index.num_items)]
+        short = np.array([slates[b].rows.size < requests[b].k for b in waiting.tolist()])
+        short |= (depths[waiting] == first[waiting]) & np.isin(waiting, items.unfilled)
+        waiting = waiting[short & (depths[waiting] < index.num_items)]
         depths = np.minimum(depths * DEPTH_FACTOR, index.num_items)
     return [found[b] for b in range(len(requests))]
 
@@ -269,33 +291,16 @@ def _mask_allowed(rows: np.ndarray, owners: np.ndarray, requests: Seq[SlateQuery
 
 
 def _slates(
-    queries: Queries,
-    rows: np.ndarray,
-    cosines: np.ndarray,
-    usable: np.ndarray,
-    requests: Seq[SlateQuery],
+    queries: Queries, items: AssignedItems, requests: Seq[SlateQuery]
 ) -> dict[int, Retrieved]:
-    """Returns the slate of each request that owns a query, by request number.
-
-    Args:
-        queries: n queries.
-        rows: [n, F] item rows found.
-        cosines: [n, F] their cosines.
-        usable: [n, F] bool, whether a row may be returned.
-        requests: All requests.
-    """
-    # One entry per usable (query, item) pair. `order` is sorted and filtered step by step.
-    query, column = usable.nonzero()
-    row, cosine = rows[query, column], cosines[query, column]
+    """Returns the slate of each request that owns a query, by request number."""
+    row, query, cosine = items.rows, items.queries, items.cosines
     owner = queries.owners[query]
-    # 1. Each item goes to the query of its request that it is nearest to.
-    order = np.lexsort((query, -cosine, row, owner))
-    order = order[_ranks(owner[order], row[order]) == 0]
-    # 2. Items beyond the budget of their query are late: they fill places that remain free.
-    order = order[np.lexsort((row[order], -cosine[order], query[order]))]
+    # 1. Items beyond the budget of their query are late: they fill places that remain free.
+    order = np.lexsort((row, -cosine, query))
     late = _ranks(query[order]) >= queries.budgets[query[order]]
     order = order[np.lexsort((row[order], -cosine[order], late, owner[order]))]
-    # 3. Choose k items per request under its caps, then sort by nearness.
+    # 2. Choose k items per request under its caps, then sort by nearness.
     order = order[_choose(owner[order], row[order], requests)]
     order = order[np.lexsort((row[order], -cosine[order], owner[order]))]
     first, last = (
@@ -305,6 +310,35 @@ def _slates(
         b: Retrieved(row[order[first[b] : last[b]]], cosine[order[first[b] : last[b]]])
         for b in np.unique(queries.owners).tolist()
     }
+
+
+def _assign(
+    queries: Queries, rows: np.ndarray, usable: np.ndarray, index: VectorIndex
+) -> AssignedItems:
+    """Gives each item to the nearest query of its request, the first of equally near ones.
+
+    An item is compared with all queries of the request, since its nearest one may have found only
+    nearer items. Sums run item by item, so a cosine does not depend on the others.
+
+    Args:
+        queries: n queries.
+        rows: [n, F] item rows found.
+        usable: [n, F] bool, whether a row may be returned.
+        index: Has the vectors of the rows.
+    """
+    parts, unfilled = [], []
+    for b in np.unique(queries.owners).tolist():
+        own = np.flatnonzero(queries.owners == b)
+        finder, column = usable[own].nonzero()
+        found, place = np.unique(rows[own][finder, column], return_inverse=True)
+        cosines = np.einsum("me,ne->mn", index.vectors(found), queries.vectors[own])
+        best = cosines.argmax(1)
+        parts.append((found, own[best], np.take_along_axis(cosines, best[:, None], 1)[:, 0]))
+        num_own = np.bincount(finder[best[place] == finder], minlength=own.size)
+        if (num_own < queries.budgets[own]).any():
+            unfilled.append(b)
+    row, query, cosine = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return AssignedItems(row, query, cosine, np.array(unfilled, np.int64))
 
 
 def _choose(owner: np.ndarray, row: np.ndarray, requests: Seq[SlateQuery]) -> np.ndarray:

@@ -6,6 +6,10 @@ accepts what a server would accept. Two readings of a checkpoint are compared on
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +20,8 @@ from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import Completion, TextQuery
-from recserve.speculation.drafter import Drafter
+from recserve.speculation.draft import Budget, TextDraft
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 NUM_TEXTS, OPENING, OUTPUT = 24, 32, 64
@@ -96,7 +101,7 @@ class DraftCost:
     """Times of one text at a time.
 
     Attributes:
-        draft_ms: Time of a draft.
+        draft_ms: Time of a draft, with the states that it reads. 0 without a draft.
         step_ms: Time of a step that verifies one.
         plain_ms: Time of a plain step, which writes one token.
         speedup: Time of plain decoding over time with drafts.
@@ -176,20 +181,57 @@ def measure_cost(target: LanguageModel, drafter: Drafter, openings: Openings) ->
     few = Openings(openings.tokens[:NUM_TIMED], openings.num_output)
     timed: dict[str, list[Completion]] = {}
     for _ in range(2):  # the first round compiles and fills caches
-        for name in ("none", NAME):
-            timed[name] = [
-                _run(engine, target, Openings(row[None], few.num_output), Speculation(name))[0]
-                for row in few.tokens
-            ]
+        with _timed_drafts(drafter) as drafts_ms:
+            for name in ("none", NAME):
+                timed[name] = [
+                    _run(engine, target, Openings(row[None], few.num_output), Speculation(name))[0]
+                    for row in few.tokens
+                ]
     plain, drafted = ([one.timing for one in timed[name]] for name in ("none", NAME))
-    num_drafts = sum(one.counts.num_drafts for one in timed[NAME])
     totals = [sum(one.verify_ms + one.draft_ms for one in own) for own in (plain, drafted)]
     return DraftCost(
-        draft_ms=sum(one.draft_ms for one in drafted) / max(num_drafts, 1),
+        draft_ms=sum(drafts_ms) / max(len(drafts_ms), 1),
         step_ms=sum(one.verify_ms for one in drafted) / max(sum(t.forwards for t in drafted), 1),
         plain_ms=sum(one.verify_ms for one in plain) / max(sum(t.forwards for t in plain), 1),
         speedup=totals[0] / max(totals[1], 1e-9),
     )
+
+
+@contextmanager
+def _timed_drafts(drafter: Drafter) -> Iterator[list[float]]:
+    """Collects the milliseconds of each draft, of one text at a time.
+
+    The engine counts the proposals of all steps together, also of those in which a paused drafter
+    only reads states.
+    """
+    propose, read = drafter.propose, drafter.read
+    found, reading_ms = list[float](), 0.0
+
+    def timed_read(parts: Seq[StateSpan]) -> None:
+        nonlocal reading_ms
+        began = time.perf_counter()
+        read(parts)
+        reading_ms = (time.perf_counter() - began) * 1e3
+
+    def timed_propose(texts: Seq[TextContext], budgets: Seq[Budget]) -> Seq[TextDraft]:
+        nonlocal reading_ms
+        began = time.perf_counter()
+        drafts = propose(texts, budgets)
+        if any(draft.num_nodes for draft in drafts):
+            found.append((time.perf_counter() - began) * 1e3 + reading_ms)
+        reading_ms = 0.0
+        return drafts
+
+    own = dict(vars(drafter))
+    vars(drafter).update(propose=timed_propose, read=timed_read)
+    try:
+        yield found
+    finally:
+        for name in ("propose", "read"):
+            if name in own:
+                vars(drafter)[name] = own[name]
+            else:
+                del vars(drafter)[name]
 
 
 def compare(one: DraftMeasure, other: DraftMeasure) -> PairedDifference:

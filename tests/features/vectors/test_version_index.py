@@ -43,6 +43,7 @@ def check(index: VersionIndex, num_rows: int, gone: np.ndarray) -> None:
     rows, scores = nearest_live(index, live, k)
     np.testing.assert_array_equal(rows, live[best])
     np.testing.assert_allclose(scores, np.take_along_axis(exact, best, 1), atol=1e-6)
+    np.testing.assert_array_equal(index.vectors(live[::-1]), VECTORS[live[::-1]])
 
 
 @pytest.mark.parametrize(

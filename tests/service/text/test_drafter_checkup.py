@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from recserve.cli import app
 from recserve.models.loading import UnsupportedModel
 from recserve.models.saving import save_language_model
+from recserve.service.text import drafter_trial
 from recserve.service.text.drafter_checks import (
     check_copies,
     check_norms,
@@ -24,10 +26,12 @@ from recserve.service.text.drafter_trial import (
     DraftMeasure,
     compare,
     cut_openings,
+    measure_cost,
     write_openings,
 )
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.drafter_folders import changed_copy, write_drawn
+from tests.support.text_engines import eagle
 from tests.support.text_plain import drawn_model
 from tests.support.tiny_tokenizer import tiny_tokenizer
 
@@ -233,3 +237,14 @@ def test_the_command_reports_a_drafter(llm, tmp_path):
 )
 def test_a_wrong_call_is_refused(arguments):
     assert run(*arguments).exit_code == 2
+
+
+def test_the_cost_of_a_draft_leaves_steps_without_a_draft_out(target, monkeypatch):
+    """Each reading of the clock is a second later. A draft is one proposal and at most one read."""
+    seconds = iter(range(10**9))
+    monkeypatch.setattr(drafter_trial, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    drafter = eagle(target, fused=True)
+    calls = dict(vars(drafter))
+    cost = measure_cost(target, drafter, write_openings(target))
+    assert 1000 <= cost.draft_ms <= 2000
+    assert vars(drafter).keys() >= calls.keys() and "propose" not in vars(drafter)
