@@ -26,6 +26,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from recserve.features.history.event_kinds import EventKinds
 from recserve.features.history.type_names import check_type_names
 from recserve.kernels.linear import formats
 
@@ -64,6 +65,11 @@ class ServerConfig(BaseSettings):
             store on a network. Then it continues without it, and `degraded` says so.
         event_types: Names of event types that clients may send, beside the built-in ones and those
             of the bundle's events. At most 255 in all, of at most 64 bytes each.
+        positive_types: Event types that say that a user wants the item. Like the next two, before
+            what the bundle was built with. Types that nothing names have the kind of their name.
+        read_types: Event types that say only that a user has seen the item.
+        negative_types: Event types that say that a user does not want the item. `NAME<VALUE`, as in
+            `rating<2.5`: events of a type with a lower value.
         popular_half_life_s: Time after which an event counts half in the list `popular`, which also
             answers users without a history and fills slates.
         journal: Folder for changes of items. By default a folder next to the bundle.
@@ -149,6 +155,9 @@ class ServerConfig(BaseSettings):
     history_ttl_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     history_timeout_ms: int = Field(100, ge=1, le=60_000)
     event_types: Annotated[tuple[str, ...], NoDecode] = ()
+    positive_types: Annotated[tuple[str, ...], NoDecode] = ()
+    read_types: Annotated[tuple[str, ...], NoDecode] = ()
+    negative_types: Annotated[tuple[str, ...], NoDecode] = ()
     popular_half_life_s: float = Field(7 * 86_400, gt=0, allow_inf_nan=False)
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -193,6 +202,7 @@ class ServerConfig(BaseSettings):
 
     @field_validator(
         *("api_keys", "admin_keys", "drafters", "allowed_hosts", "llm_aliases", "event_types"),
+        *("positive_types", "read_types", "negative_types"),
         "trusted_proxies",
         mode="before",
     )
@@ -239,6 +249,20 @@ class ServerConfig(BaseSettings):
     def _check_event_types(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         check_type_names(value)
         return value
+
+    @property
+    def event_kinds(self) -> EventKinds:
+        """Kinds of the event types that the settings name."""
+        return EventKinds(self.positive_types, self.read_types, self.negative_types)
+
+    @model_validator(mode="after")
+    def _check_event_kinds(self) -> ServerConfig:
+        try:
+            kinds = self.event_kinds
+            check_type_names({*self.event_types, *kinds.named})
+        except ValueError as fault:
+            raise ValueError(f"positive_types, read_types, negative_types: {fault}") from None
+        return self
 
     @model_validator(mode="after")
     def _something_to_serve(self) -> ServerConfig:

@@ -16,6 +16,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.semantic_ids import CodeReport, SemanticIds, build_semantic_ids
+from recserve.features.history.event_kinds import KINDS, EventKinds
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.column_names import check_columns, rename_columns
 from recserve.features.tables.event_table import COLUMNS, find_problems, read_events
@@ -63,6 +64,7 @@ class BuildOptions:
         split: Separators by name of a text column of the items, which becomes a list of texts.
         columns: Names of columns in the files by our name, such as `item_id`. `TABLE.NAME` is that
             of one file alone: `items`, `events` or `embeddings`.
+        event_kinds: Kinds of the event types. Only positive events train and count.
 
     Raises:
         ValueError: If an option is out of range. The message names option, bound and value.
@@ -82,6 +84,7 @@ class BuildOptions:
     on_bad_rows: OnBadRows = "error"
     split: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
+    event_kinds: EventKinds = EventKinds()
 
     def __post_init__(self) -> None:
         sizes = self.codebook_sizes(0)
@@ -196,18 +199,32 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         raise type(wrong)("\n".join([str(wrong), *others])) from wrong
     for line in (*_column_lines(bad_items, ItemFilters(items).fields), *bad_items.lines()):
         log(line)
-    events, bad_events = read_events(options.events, items, options.on_bad_rows, options.columns)
+    events, bad_events = read_events(
+        options.events,
+        items,
+        options.on_bad_rows,
+        options.columns,
+        options.event_kinds.below(),
+    )
     _check_shared(options, bad_items, bad_events)
     try:
-        check_type_names(events.type_names)
+        check_type_names({*events.type_names, *options.event_kinds.named})
     except ValueError as fault:
         raise SchemaError(f"{options.events}: column type: {fault}") from None
     for line in (*_column_lines(bad_events, ()), *bad_events.lines()):
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")
+    for line in _type_lines(options.event_kinds, events):
+        log(line)
+    wanted = events.positive(options.event_kinds)
+    if events.num_events and not wanted.num_events:
+        raise SchemaError(
+            f"{options.events}: no event is positive, so there is nothing to train on; name the "
+            "types that say that a user wants an item with --positive TYPE"
+        )
 
     # Held-out events must influence neither vectors nor popularity.
-    train = events.leave_one_out().train
+    train = wanted.leave_one_out().train
     encoder, vectors = _vectors(options, items, bad_items, train)
     for line in () if encoder is None else _unknown_lines(bad_items.file, items, encoder):
         log(line)
@@ -243,7 +260,7 @@ def rebuild_bundle(
         out: Folder of the new bundle.
         log: Called with each line of progress.
     """
-    recorded = bundle.manifest.build
+    recorded = {**bundle.manifest.build, "event_kinds": bundle.manifest.event_kinds}
     if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}
     known = {one.name for one in fields(BuildOptions)} & recorded.keys()
@@ -253,7 +270,7 @@ def rebuild_bundle(
     catalog = bundle.catalog()
     vectors, size = catalog.vectors, options.collaborative_dim
     if size:
-        train = events.leave_one_out().train
+        train = events.positive(options.event_kinds).leave_one_out().train
         new = collaborative_vectors(train, len(catalog), size, options.seed)
         content = unit(vectors[:, : vectors.shape[1] - size])
         vectors = join_vectors(content, new, options.collaborative_weight)
@@ -274,7 +291,7 @@ def _write(
         The bundle, its semantic ids, the report on them, and the share of the variance that they
         lose.
     """
-    popularity = events.leave_one_out().train.popularity(len(items))
+    popularity = events.positive(options.event_kinds).leave_one_out().train.popularity(len(items))
     sizes = options.codebook_sizes(len(items))
     quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed)
     codes = quantizer.encode(vectors)
@@ -341,6 +358,22 @@ def _unknown_lines(file: str, items: ItemTable, encoder: TextEncoder) -> list[st
     ]
 
 
+def _type_lines(kinds: EventKinds, events: EventLog) -> list[str]:
+    """Returns a line for each type of events: how many there are, and their kind."""
+    numbers = kinds.of_events(events.type_names, events.types, events.values)
+    counts = np.zeros((len(events.type_names), len(KINDS)), np.int64)
+    np.add.at(counts, (events.types, numbers), 1)
+    lines = []
+    for name, row in zip(events.type_names, counts.tolist(), strict=True):
+        parts = [f"{count} {kind}" for count, kind in zip(row, KINDS, strict=True) if count]
+        of_type = events.values[events.types == events.type_names.index(name)]
+        low, high = float(of_type.min()), float(of_type.max())
+        values = "" if low == high else f", values {low:g} to {high:g}"
+        lines.append(f"event type {name}: {', '.join(parts)}{values}")
+    absent = [name for name in kinds.named if name not in events.type_names]
+    return lines + [f"event type {name}: no event, {kinds.kind(name)}" for name in absent]
+
+
 def _vectors(
     options: BuildOptions, items: ItemTable, bad_items: BadRows, train: EventLog
 ) -> tuple[TextEncoder | None, np.ndarray]:
@@ -368,8 +401,11 @@ def _record(
     recorded = {
         name: value
         for name, value in asdict(options).items()
-        if name not in ("items", "events", "out", "embeddings", "columns")
+        if name not in ("items", "events", "out", "embeddings", "columns", "event_kinds")
     }
+    # A bundle without other kinds is the same as before there were kinds.
+    kinds = options.event_kinds.record(events.type_names)
+    recorded |= {"event_kinds": kinds} if kinds else {}
     return recorded | {
         "own_vectors": options.embeddings is not None,
         "num_users": events.num_users,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from recserve.features.catalog.catalog import Catalog
+from recserve.features.history.event_kinds import EventKinds
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.vectors.quantizer import Quantizer, load_quantizer
@@ -39,7 +40,7 @@ UNTRAINED = "untrained"
 # What servers read from each section of a manifest. The rest of a section is the record of how it
 # was made, and changes no answer.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "build": ("type_names", "collaborative_dim", "own_vectors"),
+    "build": ("type_names", "event_kinds", "collaborative_dim", "own_vectors"),
     "recommender": ("dense_weight", "auto"),
     "retriever": ("recommender",),
     "drafters/nezha": ("recommender",),
@@ -113,6 +114,14 @@ class Manifest:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise BundleError(f"{MANIFEST}: build.type_names must be a list of strings")
         return tuple(names)
+
+    @property
+    def event_kinds(self) -> EventKinds:
+        """Kinds of the event types. Raises BundleError if the section has something else."""
+        try:
+            return EventKinds.read_record(self.build.get("event_kinds", {}))
+        except ValueError as error:
+            raise BundleError(f"{MANIFEST}: build.event_kinds: {error}") from None
 
     @property
     def recommender(self) -> dict[str, Any]:
@@ -324,6 +333,14 @@ class Bundle:
             raise BundleError(f"{self.root}: catalogue: {error}") from error
 
     def events(self) -> EventLog:
+        """Loads the positive events of the build, which models are trained on and evaluated with.
+
+        Raises:
+            BundleError: If they are damaged.
+        """
+        return self.all_events().positive(self.manifest.event_kinds)
+
+    def all_events(self) -> EventLog:
         """Loads the events of the build. Raises BundleError if they are damaged."""
         try:
             return read_events(self.path(EVENTS), self._catalog.items)[0]

@@ -49,9 +49,25 @@ def build(
         ),
     ] = None,
     column: ColumnFlag = None,
+    positive: Annotated[
+        list[str] | None,
+        typer.Option(help="Event type that says that a user wants the item, as most do."),
+    ] = None,
+    read: Annotated[
+        list[str] | None,
+        typer.Option(help="Event type that says only that a user has seen the item."),
+    ] = None,
+    negative: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Event type that says that a user does not want the item; 'rating<2.5': events "
+            "of a type with a lower value. Default: hide, dislike, skip and the like."
+        ),
+    ] = None,
 ) -> None:
     """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
+    from recserve.features.history.event_kinds import EventKinds
 
     options = BuildOptions(
         items=items,
@@ -65,6 +81,7 @@ def build(
         on_bad_rows=on_bad_rows,
         split=pairs(split, "--split", "NAME=SEPARATOR"),
         columns=column_names(column),
+        event_kinds=EventKinds(tuple(positive or ()), tuple(read or ()), tuple(negative or ())),
     )
     build_bundle(options, typer.echo)
 

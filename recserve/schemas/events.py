@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -125,6 +125,11 @@ class EventTypesResponse(Struct, frozen=True, kw_only=True):
     Attributes:
         event_types: Names that POST /v1/events accepts: the 14 built-in ones, then those of the
             bundle's events and of the settings in order.
+        kinds: Kind of each type. A `positive` event says that the user wants the item; a `read` one
+            that he has seen it; a `negative` one that he does not want it.
+        negative_below: Value below which an event is negative, for each type that has one.
     """
 
     event_types: list[str]
+    kinds: dict[str, Literal["positive", "read", "negative"]]
+    negative_below: dict[str, float]

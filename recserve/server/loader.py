@@ -98,5 +98,6 @@ class ServiceLoader:
             weights=config.weights,
             history_timeout_ms=config.history_timeout_ms,
             event_types=config.event_types,
+            event_kinds=config.event_kinds,
             popular_half_life_s=config.popular_half_life_s,
         )

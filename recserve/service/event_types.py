@@ -22,6 +22,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from recserve.features.history.event_kinds import KINDS, NEGATIVE, POSITIVE, EventKinds
 from recserve.features.history.history import (
     CorruptHistory,
     HistoryStore,
@@ -39,6 +40,7 @@ from recserve.features.words import closest
 
 TYPE_TABLE = mark_id("event-types")
 PARTS = MAX_TYPE_BYTES // 8
+UNNAMED = 255  # kind of a number whose name this server has not read
 MAX_LISTED, NEAR = 20, 3  # names in the message about an unknown one, nearest of them
 
 
@@ -47,11 +49,15 @@ class EventTypes:
 
     Attributes:
         store: The history store, which holds the table of further names.
+        kinds: Which types are positive, read and negative.
+        below: Value below which an event is negative, by number of its type.
         known: Names that the service accepts: the built-in ones, then its own in order.
     """
 
-    def __init__(self, store: HistoryStore) -> None:
+    def __init__(self, store: HistoryStore, kinds: EventKinds | None = None) -> None:
         self.store = store
+        self.kinds = EventKinds() if kinds is None else kinds
+        self.below: dict[int, float] = {}
         self.known: tuple[str, ...] = EVENT_TYPES
         self._names: tuple[str, ...] = EVENT_TYPES  # by number; other servers may have added some
         self._numbers: dict[str, int] = {}
@@ -123,6 +129,34 @@ class EventTypes:
             )
         return [self._names[number] for number in numbers.tolist()]
 
+    def kinds_of(self, numbers: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Returns the kind of each stored event.
+
+        Args:
+            numbers: [n] numbers of the types.
+            values: [n] values of the events.
+
+        Returns:
+            [n] uint8 index into `event_kinds.KINDS`.
+
+        Raises:
+            StoreUnavailable, CorruptHistory: As in `names`.
+        """
+        kinds = self._kinds[numbers]
+        if kinds.size and kinds.max() == UNNAMED:  # another server has added a name
+            self.names(numbers)
+            self._set_known(self.known)
+            kinds = self._kinds[numbers]
+        if self.below:
+            kinds[values < self._limits[numbers]] = NEGATIVE
+        return np.asarray(kinds)
+
+    def is_positive(self, number: int, value: float) -> bool:
+        """Returns whether an event of a known type is positive."""
+        if self.below and np.float32(value) < self._limits[number]:
+            return False
+        return number in self._positive
+
     def indices(self, names: Sequence[str]) -> np.ndarray:
         """Returns [256] int64 index into `names` for each number; -1 for all other types."""
         found = np.full(256, -1, np.int64)
@@ -134,6 +168,13 @@ class EventTypes:
     def _set_known(self, known: tuple[str, ...]) -> None:
         numbers = {name: number for number, name in enumerate(self._names)}
         self._numbers = {name: numbers[name] for name in known}
+        self._kinds = np.full(256, UNNAMED, np.uint8)
+        self._kinds[: len(self._names)] = [KINDS.index(self.kinds.kind(n)) for n in self._names]
+        self._positive = set(np.flatnonzero(self._kinds == POSITIVE).tolist())
+        below = self.kinds.below()
+        self.below = {numbers[name]: limit for name, limit in below.items() if name in numbers}
+        self._limits = np.full(256, -np.inf, np.float32)
+        self._limits[list(self.below)] = list(self.below.values())
         self.known = known
         self._near = lru_cache(256)(lambda name: closest(name, known, NEAR))
 

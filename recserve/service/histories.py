@@ -50,7 +50,14 @@ from recserve.schemas.events import (
 )
 from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
 from recserve.service.event_types import EventTypes
-from recserve.service.history import EMPTY_HISTORY, EPOCH, History, Revision, known_events
+from recserve.service.history import (
+    EMPTY_HISTORY,
+    EPOCH,
+    History,
+    Revision,
+    known_events,
+    wanted_events,
+)
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.prewarm import Prewarm
 from recserve.service.snapshot import Snapshot
@@ -115,14 +122,13 @@ class Histories:
         if user is None:
             raise MissingField("user", "is required without a history")
         try:
-            stored = self.store.read(user.id)
+            return wanted_events(self.store.read(user.id), snapshot.items, self.types)
         except StoreUnavailable as error:
             log.warning("the history store failed: %s", error)
             return replace(EMPTY_HISTORY, degraded=("history_unavailable",))
         except CorruptHistory as error:
             log.error("a stored history is damaged: %s", error)
             return replace(EMPTY_HISTORY, degraded=("history_damaged",))
-        return known_events(stored, snapshot.items)
 
     def add(self, body: EventsRequest) -> EventsResponse:
         """Stores events and corrections, and drops the cached prefixes that they invalidate.
@@ -143,8 +149,8 @@ class Histories:
             incoming.count(user_id, applied)
             if isinstance(applied, Applied) and (revised := applied.revised) is not None:
                 revisions[user_id] = Revision(
-                    known_events(revised.before, snapshot.items),
-                    known_events(revised.after, snapshot.items),
+                    wanted_events(revised.before, snapshot.items, self.types),
+                    wanted_events(revised.after, snapshot.items, self.types),
                 )
         self.catalog.count_events(incoming.new_keys, incoming.new_times)
         self.prewarm.forget(revisions, self._snapshot)
@@ -198,8 +204,13 @@ class Histories:
         return UserPage(users=ids, next=found.next)
 
     def list_types(self) -> EventTypesResponse:
-        """Returns the names of the event types that events may have."""
-        return EventTypesResponse(event_types=list(self.types.known))
+        """Returns the names of the event types that events may have, and their kinds."""
+        known, kinds = self.types.known, self.types.kinds
+        return EventTypesResponse(
+            event_types=list(known),
+            kinds={name: kinds.kind(name) for name in known},
+            negative_below=kinds.below(),
+        )
 
     def delete(self, user_id: str) -> None:
         """Removes a user from the store, damaged or not, and from the caches.
@@ -209,12 +220,15 @@ class Histories:
             StoreUnavailable: If the store does not answer.
         """
         _check_user("user_id", user_id)
+        items = self._snapshot.items
         try:
-            history = known_events(self.store.get(user_id), self._snapshot.items)
+            stored = self.store.get(user_id)
+            every, history = known_events(stored, items), wanted_events(stored, items, self.types)
         except CorruptHistory:
-            history = EMPTY_HISTORY
+            every = history = EMPTY_HISTORY
         self.store.delete(user_id)
-        if self.catalog.has_changed_rows(history):
+        # An item that was hidden was in earlier prefixes, which the present one does not begin.
+        if history.rows.size < every.rows.size or self.catalog.has_changed_rows(every):
             self.engine.forget_all()
         self.prewarm.forget({user_id: Revision(history, None)}, self._snapshot)
         if self.successor is not None:
@@ -238,7 +252,7 @@ class Histories:
         mark = int(entry.sha256[:16], 16)
         if mark in store.get(IMPORT_MARKER)["event_key"]:
             return
-        events, catalog = bundle.events(), bundle.catalog()
+        events, catalog = bundle.all_events(), bundle.catalog()
         bundle.check_unchanged()
         types.add(events.type_names)
         keys = catalog.keys[events.item_rows].tolist()
@@ -317,8 +331,8 @@ class EventChanges:
         now_us: Time of the request in microseconds since 1970.
         users: Position in the request and change of each valid event, by user id.
         rejected: Events that were not stored, with the reason.
-        new_keys: Item key of each new event.
-        new_times: Time of each new event in microseconds since 1970.
+        new_keys: Item key of each new positive event.
+        new_times: Time of each new positive event in microseconds since 1970.
         accepted: Number of new events.
         duplicates: Number of events that were stored before.
         corrected: Number of corrections that took effect.
@@ -370,7 +384,7 @@ class EventChanges:
             if isinstance(change, StoredEvent):
                 self.accepted += done
                 self.duplicates += not done
-                if done:
+                if done and self.types.is_positive(change.type, change.value):
                     self.new_keys.append(change.item_key)
                     self.new_times.append(change.time_us)
             elif done:
@@ -414,6 +428,10 @@ class EventChanges:
         if event.item_id not in self.rows:  # a hidden item is part of what a user did
             raise ValueError(f"unknown item {event.item_id[:80]!r}")
         kind = self.types.number(event.type) if event.type is not None else 0
+        if event.value is None and (below := self.types.below.get(kind)) is not None:
+            raise ValueError(
+                f"value: is required for type {event.type!r}, which is negative below {below:g}"
+            )
         time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
         value = self.default_value if event.value is None else event.value
         key = _key(event, time_us, event.type or EVENT_TYPES[0])

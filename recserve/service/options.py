@@ -7,6 +7,7 @@ from pathlib import Path
 
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.popularity import HALF_LIFE_S
+from recserve.features.history.event_kinds import EventKinds
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
@@ -30,6 +31,7 @@ class ServiceOptions:
             a network. Then it continues without it. None waits as long as the store takes to
             fail.
         event_types: Names of event types beside the built-in ones and those of the bundle.
+        event_kinds: Kinds of event types, before those that the bundle was built with.
         popular_half_life_s: Time in seconds after which an event counts half in the list `popular`.
     """
 
@@ -42,6 +44,7 @@ class ServiceOptions:
     weights: str | None = None
     history_timeout_ms: int | None = None
     event_types: tuple[str, ...] = ()
+    event_kinds: EventKinds = EventKinds()
     popular_half_life_s: float = HALF_LIFE_S
 
     def __post_init__(self) -> None:

@@ -399,7 +399,8 @@ class SlateBuilder:
             self.quota = self._read_quota(diversity.at_least, clock)
         if self.filter_hints:
             self.degraded.append("unknown_filter_values")
-        self.excluded = np.concatenate([self._find_excluded(), self._find_seen()])
+        unwanted = (self._find_excluded(), self._find_seen(), history.hidden)
+        self.excluded = np.concatenate(unwanted)
         self.caps = self.snapshot.caps(call.body.diversity)
 
     def _find_excluded(self) -> np.ndarray:
@@ -414,7 +415,7 @@ class SlateBuilder:
         """Returns the rows of the history to exclude. Raises InvalidRequest."""
         exclude, history = self.body.exclude, self.history
         if exclude.seen_within_s is None:
-            return history.rows if exclude.seen else history.rows[:0]
+            return history.seen_rows if exclude.seen else history.rows[:0]
         if not exclude.seen:
             raise InvalidRequest("exclude.seen_within_s", "expected seen = true with it, got false")
         if not history.dated.all():

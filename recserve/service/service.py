@@ -484,8 +484,9 @@ def _add_event_types(
     store: HistoryStore, bundle: Bundle, tables: RankingTables | None, options: ServiceOptions
 ) -> EventTypes:
     """Opens the names of event types in the store, and adds those of options and bundle."""
-    types = EventTypes(store)
-    types.add(options.event_types)
+    kinds = options.event_kinds.over(bundle.manifest.event_kinds)
+    types = EventTypes(store, kinds)
+    types.add((*options.event_types, *kinds.named))
     trained = () if tables is None else tables.settings.type_names
     types.add((*bundle.manifest.type_names, *trained))
     return types

@@ -31,6 +31,7 @@ class MemoryStore(PartialStore):
     """Histories in the memory of one process, as in the guide; it cannot list its users."""
 
     blocks = False
+    cap = 8
 
     def __init__(self) -> None:
         self.histories: dict[str, np.ndarray] = {}
@@ -43,7 +44,7 @@ class MemoryStore(PartialStore):
         applied = {}
         with self._lock:
             for user_id, made in changes.items():
-                merged = merge(self.get(user_id), made, 8)
+                merged = merge(self.get(user_id), made, self.cap)
                 self.histories[user_id], applied[user_id] = merged.history, merged.applied
         return applied
 

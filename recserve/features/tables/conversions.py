@@ -133,6 +133,11 @@ def convert_values(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
     return np.asarray(filled.to_numpy(), dtype=np.float64), note
 
 
+def values_given(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
+    """Returns [n] bool: whether `convert_values` finds a value."""
+    return np.asarray(pc.is_valid(_numbers_of_text(_decode(values))[0])), ""
+
+
 def convert_positions(values: pa.ChunkedArray) -> tuple[Times, str]:
     """Returns positions as int64."""
     given = values

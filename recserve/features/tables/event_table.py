@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from recserve.features.tables.conversions import (
     convert_times,
     convert_values,
     show_time,
+    values_given,
 )
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
@@ -52,6 +53,7 @@ def read_events(
     items: ItemTable,
     on_bad_rows: OnBadRows = "error",
     columns: Mapping[str, str] | None = None,
+    valued: Collection[str] = (),
 ) -> tuple[EventLog, BadRows]:
     """Reads events from Parquet, CSV or JSON lines.
 
@@ -79,6 +81,7 @@ def read_events(
         items: Items that events may refer to.
         on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
         columns: Names of columns in the file by our name, as of `--column`.
+        valued: Types whose events need a value; one without is rejected.
 
     Returns:
         The events, and a report of columns and of rejected and changed rows.
@@ -91,6 +94,8 @@ def read_events(
     arrays = _Columns.of(source, items)
     check = RowCheck(source.path, len(source), on_bad_rows, source.labels)
     source.reject_unreadable(check, COLUMNS)
+    if valued:
+        arrays.reject_missing_values(check, source, valued)
     arrays.reject_invalid(check)
     kept = check.finish()
     check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))
@@ -164,6 +169,20 @@ class _Columns:
     def order_by(self) -> Times:
         """The clock."""
         return self.times if self.clock == "timestamp" else self.positions
+
+    def reject_missing_values(
+        self, check: RowCheck, source: InputTable, types: Collection[str]
+    ) -> None:
+        """Rejects events of some types that have no value, which would count as 1."""
+        given = np.zeros(len(source), dtype=bool)
+        given = source.convert("value", values_given, source.uses.get("value", ""), given)
+        needed = np.array([name in types for name in self.type_names], bool)[self.types]
+        check.refuse(
+            needed & ~given,
+            "null value",
+            "value",
+            lambda r: f"events of type {self.type_names[self.types[r]]!r} need a value",
+        )
 
     def reject_invalid(self, check: RowCheck) -> None:
         """Rejects invalid rows, first each row by itself, then rows that repeat earlier ones."""

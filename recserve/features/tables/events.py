@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+
+from recserve.features.history.event_kinds import POSITIVE, EventKinds
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,25 @@ class EventLog:
             self.type_names,
             self.values[kept],
             self.has_timestamps,
+        )
+
+    def positive(self, kinds: EventKinds) -> EventLog:
+        """Returns the positive events, without users and types that have none.
+
+        Without other events this is the log itself.
+        """
+        kept = kinds.of_events(self.type_names, self.types, self.values) == POSITIVE
+        if kept.all():
+            return self
+        left = self.select(kept)
+        there = left.lengths() > 0
+        used, types = np.unique(left.types, return_inverse=True)
+        return replace(
+            left,
+            user_ids=[self.user_ids[user] for user in np.flatnonzero(there).tolist()],
+            offsets=np.append(left.offsets[:-1][there], left.offsets[-1]),
+            types=types.astype(np.int16),
+            type_names=tuple(self.type_names[number] for number in used.tolist()),
         )
 
     def leave_one_out(self) -> Split:
