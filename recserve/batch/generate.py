@@ -18,10 +18,20 @@ import msgspec
 import pyarrow as pa
 
 from recserve.batch.part import Generated
-from recserve.bounds import id_of_number
+from recserve.batch.rows import (
+    Accepts,
+    id_text,
+    is_any_text,
+    is_id,
+    is_list_of,
+    is_number,
+    optional,
+    read_rows,
+)
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.attribute_values import plain_type, record_column
-from recserve.features.tables.parquet import column, is_text
+from recserve.features.tables.parquet import column
+from recserve.features.tables.plain_columns import plain_schema
 from recserve.schemas.items import (
     MAX_FIELDS,
     MAX_K,
@@ -60,25 +70,13 @@ def answer_schema(columns: pa.Schema) -> pa.Schema:
     return ANSWERS.append(pa.field("fields", pa.struct(parts)))
 
 
-def _is_id(kind: Any) -> bool:
-    """Whether the values can be ids: text, or numbers, which are read row by row."""
-    if pa.types.is_dictionary(kind):
-        return _is_id(kind.value_type)
-    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-    return is_text(kind) or bool(numbers)
-
-
-def _is_id_list(kind: Any) -> bool:
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_id(kind.value_type)
-
-
-COLUMNS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "user_id": (_is_id, "string or integer"),
-    "history": (_is_id_list, "list<string> or list<integer>"),
-    "k": (pa.types.is_integer, "an integer"),
-    "strategy": (is_text, "string"),
-    "exclude_seen": (pa.types.is_boolean, "bool"),
-    "filter": (is_text, "string"),
+COLUMNS: dict[str, tuple[Accepts, str]] = {
+    "user_id": (is_id, "string or integer"),
+    "history": (optional(is_list_of(is_id)), "list<string> or list<integer>"),
+    "k": (optional(is_number), "an integer"),
+    "strategy": (optional(is_any_text), "string"),
+    "exclude_seen": (optional(pa.types.is_boolean), "bool"),
+    "filter": (optional(is_any_text), "string"),
 }
 MAX_FILTER_LENGTH = 65_536
 FILTER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=exact_number)
@@ -128,7 +126,7 @@ def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
         SchemaError: If `user_id` is missing or a known column has the wrong type. The message names
             file and column.
     """
-    empty = schema.empty_table()
+    empty = plain_schema(schema).empty_table()
     for name, (accepts, expected) in COLUMNS.items():
         if name == "user_id" or name in schema.names:
             column(empty, path, name, accepts, expected)
@@ -194,11 +192,13 @@ class Generator:
         """
         answers: list[tuple[str, RecommendResponse]] = []
         errors: list[dict[str, Any]] = []
-        for start, rows in self._groups(users):
+        for start, rows, wrong in self._groups(users):
             bodies: list[RecommendRequest] = []
             numbers: list[int] = []
             for i, row in enumerate(rows):
                 try:
+                    if i in wrong:
+                        raise ValueError(wrong[i])
                     bodies.append(self._body(row))
                     numbers.append(i)
                 except ValueError as error:
@@ -221,14 +221,15 @@ class Generator:
             example=f"row {errors[0]['row']}: {errors[0]['reason']}" if errors else "",
         )
 
-    def _groups(self, users: pa.Table) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yields the first row and the rows of each group, with known columns only."""
-        known = users.select([name for name in users.column_names if name in COLUMNS])
+    def _groups(
+        self, users: pa.Table
+    ) -> Iterator[tuple[int, list[dict[str, Any]], dict[int, str]]]:
+        """Yields the first row and the rows of each group, and why rows cannot be read."""
         for start in range(0, users.num_rows, self.in_flight):
-            rows = known.slice(start, self.in_flight).to_pylist()
+            rows, wrong = read_rows(users.slice(start, self.in_flight), COLUMNS)
             for row in rows:
-                row["user_id"] = _user(row["user_id"])
-            yield start, rows
+                row["user_id"] = id_text(row["user_id"])
+            yield start, rows, wrong
 
     def _body(self, row: dict[str, Any]) -> RecommendRequest:
         """Returns the request of one row. Raises ValueError for an invalid row."""
@@ -265,13 +266,6 @@ def _filter(text: str | None) -> Any:
         return FILTER.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest("filter", f"expected JSON, got {text[:60]!r} ({error})") from None
-
-
-def _user(given: Any) -> Any:
-    """Returns a user id as text. NaN is a missing value, and another number stays as it is."""
-    if isinstance(given, str) or given != given:
-        return given if isinstance(given, str) else None
-    return id_of_number(given) or given
 
 
 def _require_history(result: RecommendResponse | Exception) -> RecommendResponse | Exception:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -39,6 +39,7 @@ class Job:
         overwrite: True replaces the output of an earlier job.
         max_error_rate: Share of rejected rows, 0 to 1, that ends the job. It is judged once
             JUDGED_ROWS rows have been seen.
+        columns: Names of columns in Parquet files by our name, such as `user_id`.
 
     Raises:
         ValueError: If `rows_per_part` is below 1, or `max_error_rate` is not a share.
@@ -49,6 +50,7 @@ class Job:
     rows_per_part: int = 20_000
     overwrite: bool = False
     max_error_rate: float = 0.1
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.rows_per_part < 1:
@@ -201,7 +203,7 @@ def check(job: Job, check_files: Check = check_users) -> Plan:
     if job.output.resolve().is_relative_to(job.input.resolve()):
         raise ValueError(f"output is {job.output}, inside the input {job.input}; choose another")
     check_output(job.output, job.overwrite)
-    files = scan(job.input, job.rows_per_part)
+    files = scan(job.input, job.rows_per_part, job.columns)
     unused = check_files(files)
     content = "\n".join(f"{file.sha256} {file.name}" for file in files)
     facts = {
@@ -209,6 +211,7 @@ def check(job: Job, check_files: Check = check_users) -> Plan:
         "input_files": len(files),
         "input_sha256": hashlib.sha256(content.encode()).hexdigest(),
         "rows_per_part": job.rows_per_part,
+        **({"columns": dict(job.columns)} if job.columns else {}),
     }
     parts = tuple(partitions(files, job.rows_per_part))
     return Plan(job, parts, facts, tuple(dict.fromkeys(unused)))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from recserve.batch.source import InputFile, PlacedIds, check_unique
-from recserve.features.tables.parquet import SchemaError, column, is_text
+from recserve.batch.rows import (
+    Accepts,
+    id_text,
+    is_any_text,
+    is_id,
+    is_list_of,
+    is_number,
+    optional,
+    read_rows,
+)
+from recserve.batch.source import InputFile, PlacedIds, check_unique, read_columns
+from recserve.features.tables.column_names import list_names
+from recserve.features.tables.parquet import SchemaError, column, is_list
+from recserve.features.tables.plain_columns import plain_schema
 
 COMPLETIONS = pa.schema(
     [
@@ -32,43 +43,34 @@ PROMPT_ERRORS = pa.schema(
 )
 
 
-def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))
-
-
-def _is_texts(kind: Any) -> bool:
-    return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and is_text(kind.value_type)
-
-
 def _is_turns(kind: Any) -> bool:
     return bool(
-        (pa.types.is_list(kind) or pa.types.is_large_list(kind))
+        is_list(kind)
         and pa.types.is_struct(kind.value_type)
         and {"role", "content"}
         <= {kind.value_type.field(n).name for n in range(kind.value_type.num_fields)}
     )
 
 
-Accepts = Callable[[Any], bool]
 SOURCES: dict[str, tuple[Accepts, str]] = {
-    "prompt": (is_text, "string"),
+    "prompt": (is_any_text, "string"),
     "messages": (_is_turns, "list<struct<role: string, content: string>>"),
 }
 OPTIONS: dict[str, tuple[Accepts, str]] = {
     **dict.fromkeys(
-        ("max_tokens", "min_tokens", "n", "seed", "top_k"), (pa.types.is_integer, "an integer")
+        ("max_tokens", "min_tokens", "n", "seed", "top_k"), (optional(is_number), "an integer")
     ),
     **dict.fromkeys(
         (
             *("temperature", "top_p", "min_p", "repetition_penalty"),
             *("presence_penalty", "frequency_penalty"),
         ),
-        (_is_number, "a number"),
+        (optional(is_number), "a number"),
     ),
-    "stop": (_is_texts, "list<string>"),
+    "stop": (optional(is_list_of(is_any_text)), "list<string>"),
 }
 PROMPT_COLUMNS: dict[str, tuple[Accepts, str]] = {
-    "custom_id": (is_text, "string"),
+    "custom_id": (optional(is_id), "string or integer"),
     **SOURCES,
     **OPTIONS,
 }
@@ -91,12 +93,11 @@ def _row_ids(files: Sequence[InputFile]) -> PlacedIds:
         if "custom_id" not in file.schema.names:
             continue
         row = 0
-        with pq.ParquetFile(file.path) as table:
-            for batch in table.iter_batches(columns=["custom_id"]):
-                for one in batch.column(0).to_pylist():
-                    if one is not None:
-                        yield one, f"{file.path}: row {row}"
-                    row += 1
+        for table in read_columns(file, ["custom_id"]):
+            for one in read_rows(table, ["custom_id"])[0]:
+                if one["custom_id"] is not None:
+                    yield str(id_text(one["custom_id"])), f"{file.path}: row {row}"
+                row += 1
 
 
 def _check_columns(file: InputFile) -> tuple[str, ...]:
@@ -105,9 +106,9 @@ def _check_columns(file: InputFile) -> tuple[str, ...]:
     if len([name for name in SOURCES if name in names]) != 1:
         raise SchemaError(
             f"{file.path}: expected a column prompt or a column messages; the file has "
-            f"{', '.join(names)}"
+            f"{list_names(names)}"
         )
-    empty = file.schema.empty_table()
+    empty = plain_schema(file.schema).empty_table()
     for name, (accepts, expected) in PROMPT_COLUMNS.items():
         if name in names:
             column(empty, file.path, name, accepts, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from recserve.batch.prompt_columns import (
     PROMPT_ERRORS,
     SOURCES,
 )
+from recserve.batch.rows import id_text, read_rows
 from recserve.batch.texts import TextCall, TextTask, answer_together, call_name, text_call
 from recserve.schemas.text import ChatResponse, CompletionChoice, CompletionResponse, Usage
 
@@ -28,8 +30,14 @@ class PromptTask(TextTask):
 
     def __call__(self, users: pa.Table, first_row: int) -> Generated:
         """Returns completions with schema COMPLETIONS, and errors with schema PROMPT_ERRORS."""
-        rows = users.to_pylist()
-        calls = [self._call(row, first_row + place) for place, row in enumerate(rows)]
+        rows, wrong = read_rows(users, PROMPT_COLUMNS)
+        for row in rows:
+            given = row.get("custom_id")
+            row["custom_id"] = None if given is None else str(id_text(given))
+        calls = [
+            ValueError(wrong[place]) if place in wrong else self._call(row, first_row + place)
+            for place, row in enumerate(rows)
+        ]
         results = iter(answer_together(self.service, [c for c in calls if isinstance(c, TextCall)]))
         texts: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
@@ -50,7 +58,7 @@ class PromptTask(TextTask):
         )
 
     def _call(self, row: dict[str, Any], number: int) -> TextCall | ValueError:
-        body = {n: row[n] for n in (*SOURCES, *OPTIONS) if row.get(n) is not None}
+        body = {n: _number(row[n]) for n in (*SOURCES, *OPTIONS) if row.get(n) is not None}
         if "messages" in body:
             body["messages"] = [_turn(turn) for turn in body["messages"]]
         url = "/v1/chat/completions" if "messages" in row else "/v1/completions"
@@ -58,6 +66,11 @@ class PromptTask(TextTask):
             return text_call(url, body, call_name(self.seed, number, row.get("custom_id")))
         except ValueError as error:
             return error
+
+
+def _number(value: Any) -> Any:
+    """Returns a fraction in decimals as a float; other values as they are."""
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _turn(turn: dict[str, Any] | None) -> dict[str, Any] | None:

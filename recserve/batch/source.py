@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recserve.features.tables.column_names import rename_columns
 from recserve.features.tables.parquet import SchemaError
 from recserve.features.tables.plain_columns import check_parquet
 
@@ -42,6 +43,7 @@ class Partition:
         first_row: Row of the file at which the partition begins.
         rows: Number of rows, at least 1.
         first_byte: Place of the first row in a file of JSON lines.
+        columns: Names of columns in the file by our name.
     """
 
     number: int
@@ -50,6 +52,7 @@ class Partition:
     first_row: int
     rows: int
     first_byte: int = 0
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -67,7 +70,8 @@ class InputFile:
         sha256: Hash of the content, 64 hex digits.
         num_rows: Number of rows.
         starts: Place of the first row of each partition in a file of JSON lines; else empty.
-        schema: Arrow schema.
+        schema: Arrow schema, with our names.
+        columns: Names of columns in the file by our name.
     """
 
     path: Path
@@ -76,6 +80,7 @@ class InputFile:
     num_rows: int
     starts: tuple[int, ...]
     schema: pa.Schema
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_lines(path: Path) -> bool:
@@ -177,8 +182,15 @@ def check_unique(ids: Callable[[], PlacedIds]) -> None:
         raise SchemaError(f"{repeated}; expected another one for each request ({count} repeated)")
 
 
-def scan(source: Path, rows_per_part: int) -> list[InputFile]:
+def scan(
+    source: Path, rows_per_part: int, columns: Mapping[str, str] | None = None
+) -> list[InputFile]:
     """Counts the rows of all input files and hashes their contents.
+
+    Args:
+        source: File or folder.
+        rows_per_part: Most rows of a partition.
+        columns: Names of columns in the files by our name.
 
     Raises:
         SchemaError: If a file is unreadable, or no file has a row.
@@ -187,7 +199,9 @@ def scan(source: Path, rows_per_part: int) -> list[InputFile]:
     for path in input_paths(source):
         name = path.name if path == source else path.relative_to(source).as_posix()
         files.append(
-            _lines_file(path, name, rows_per_part) if is_lines(path) else _table(path, name)
+            _lines_file(path, name, rows_per_part)
+            if is_lines(path)
+            else _table(path, name, columns or {})
         )
     if not any(file.num_rows for file in files):
         raise SchemaError(f"{source}: the input has no rows; expected at least one")
@@ -208,6 +222,7 @@ def partitions(files: Sequence[InputFile], rows_per_part: int) -> list[Partition
                     first_row=first,
                     rows=end - first,
                     first_byte=file.starts[place] if file.starts else 0,
+                    columns=file.columns,
                 )
             )
     return found
@@ -226,16 +241,43 @@ def read(partition: Partition, group_rows: int, columns: Iterable[str]) -> Itera
         return
     with pq.ParquetFile(partition.path, buffer_size=READ_BYTES) as file:
         groups, skip = _row_groups(file.metadata, partition)
-        names = [name for name in file.schema_arrow.names if name in set(columns)]
-        batches = file.iter_batches(batch_size=group_rows, row_groups=groups, columns=names)
+        batches = _batches(file, partition.columns, columns, groups, group_rows)
         yield from _regroup(batches, skip, partition.rows, group_rows)
 
 
-def _table(path: Path, name: str) -> InputFile:
+def read_columns(file: InputFile, columns: Iterable[str]) -> Iterator[pa.Table]:
+    """Yields all rows of a Parquet file in tables with some of its columns."""
+    with pq.ParquetFile(file.path) as opened:
+        groups = list(range(opened.metadata.num_row_groups))
+        for batch in _batches(opened, file.columns, columns, groups, 65_536):
+            yield pa.Table.from_batches([batch])
+
+
+def _batches(
+    file: pq.ParquetFile,
+    names: Mapping[str, str],
+    columns: Iterable[str],
+    groups: list[int],
+    rows: int,
+) -> Iterator[pa.RecordBatch]:
+    """Yields batches of the columns with our names."""
+    there = file.schema_arrow.names
+    wanted = set(columns)
+    own = {
+        given: ours
+        for given, ours in zip(there, rename_columns(there, names), strict=True)
+        if ours in wanted
+    }
+    for batch in file.iter_batches(batch_size=rows, row_groups=groups, columns=list(own)):
+        yield batch.rename_columns([own[name] for name in batch.schema.names])
+
+
+def _table(path: Path, name: str, columns: Mapping[str, str]) -> InputFile:
     try:
         with pq.ParquetFile(path) as file:
             check_parquet(file)
             schema, rows = file.schema_arrow, file.metadata.num_rows
+            ours = rename_columns(schema.names, columns)
     except (pa.ArrowException, OSError) as error:
         raise SchemaError(
             f"{path}: not a readable Parquet file ({error}); files of JSON lines end with "
@@ -245,7 +287,8 @@ def _table(path: Path, name: str) -> InputFile:
         raise SchemaError(f"{path}: {error}") from None
     with path.open("rb") as content:
         sha256 = hashlib.file_digest(content, "sha256").hexdigest()
-    return InputFile(path, name, sha256, rows, (), schema)
+    fields = [one.with_name(own) for one, own in zip(schema, ours, strict=True) if own is not None]
+    return InputFile(path, name, sha256, rows, (), pa.schema(fields), columns)
 
 
 def _lines_file(path: Path, name: str, rows_per_part: int) -> InputFile:

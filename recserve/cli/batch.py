@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from recserve.cli.flags import DeviceFlag, FieldsFlag, StoreFlag, ids
+from recserve.cli.flags import ColumnFlag, DeviceFlag, FieldsFlag, StoreFlag, column_names, ids
 
 if TYPE_CHECKING:
     from recserve.batch.job import PartRunner
@@ -61,6 +61,7 @@ def batch(
     strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
     beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,
     fields: FieldsFlag = None,
+    column: ColumnFlag = None,
     rows_per_part: Annotated[int, typer.Option(min=1, help="Rows per output file.")] = 20_000,
     in_flight: Annotated[
         int | None,
@@ -91,14 +92,15 @@ def batch(
     The same command, run again, continues an interrupted job. The exit status is 1 if the job
     fails, 2 if an argument is invalid, 130 after Ctrl-C and 143 after SIGTERM.
     """
-    from recserve.batch.generate import Defaults
+    from recserve.batch.generate import COLUMNS, Defaults
     from recserve.batch.job import Job, check, run
     from recserve.batch.manifest import OutputExists
     from recserve.batch.processes import LocalWorkers
-    from recserve.batch.prompt_columns import check_prompts
+    from recserve.batch.prompt_columns import PROMPT_COLUMNS, check_prompts
     from recserve.batch.recipe import SlateRecipe, TextRecipe, WrongOption
     from recserve.batch.source import check_lines, input_paths, is_lines
     from recserve.cli.terminal import format_count, job_progress
+    from recserve.features.tables.column_names import check_columns
 
     if ray_address is not None and engine != "ray":
         raise _usage_error("--ray-address needs --engine ray")
@@ -116,9 +118,13 @@ def batch(
     }.items():
         if value:
             raise _usage_error(f"{flag} has no effect with {'--llm' if llm else '--bundle'}")
-    job = Job(input, output, rows_per_part, overwrite, max_error_rate)
+    names = column_names(column)
+    job = Job(input, output, rows_per_part, overwrite, max_error_rate, names)
     recipe: Recipe
     try:
+        if names and is_lines(input_paths(input)[0]):
+            raise ValueError("--column has no effect with JSON lines; it names columns of Parquet")
+        check_columns(names, {"input": COLUMNS if llm is None else PROMPT_COLUMNS})
         if bundle is not None:
             recipe = SlateRecipe(
                 bundle=str(bundle.resolve()),

@@ -284,7 +284,7 @@ def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
         ({"user_id": [True]}, ["user_id", "bool", "string or integer"]),
         ({"user_id": ["a"], "history": ["x"]}, ["history", "list<string>"]),
         ({"user_id": ["a"], "history": [[True]]}, ["history", "list<string> or list<integer>"]),
-        ({"user_id": ["a"], "k": [1.5]}, ["k", "double", "an integer"]),
+        ({"user_id": ["a"], "k": ["1"]}, ["k", "string", "an integer"]),
         ({"user_id": ["a"], "exclude_seen": ["yes"]}, ["exclude_seen", "bool"]),
         ({"user_id": ["a"], "filter": [1]}, ["filter", "string"]),
         ({"user_id": pa.array([], pa.string())}, ["no rows"]),

@@ -32,8 +32,8 @@ def plain_column(values: pa.ChunkedArray) -> tuple[pa.ChunkedArray, str]:
     kind = values.type
     if _is_plain(kind):
         return values, ""
-    chunks = [_plain(chunk) for chunk in values.chunks] or [_plain(pa.array([], kind))]
-    return pa.chunked_array(chunks), UUIDS if _has_uuid(kind) else ""
+    chunks = [_plain(chunk) for chunk in values.chunks]
+    return pa.chunked_array(chunks, _plain_type(kind)), UUIDS if _has_uuid(kind) else ""
 
 
 def plain_table(table: pa.Table) -> pa.Table:
@@ -42,6 +42,11 @@ def plain_table(table: pa.Table) -> pa.Table:
         if not _is_plain(field.type):
             table = table.set_column(place, field.name, plain_column(table.column(place))[0])
     return table
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Returns the schema that `plain_table` gives."""
+    return pa.schema([field.with_type(_plain_type(field.type)) for field in schema])
 
 
 def check_width(names: Iterable[str]) -> None:
@@ -113,6 +118,25 @@ def _has_uuid(kind: Any) -> bool:
     return pa.types.is_nested(kind) and any(
         _has_uuid(kind.field(n).type) for n in range(kind.num_fields)
     )
+
+
+def _plain_type(kind: Any) -> Any:
+    """Returns the type that `_plain` gives."""
+    if _is_plain(kind):
+        return kind
+    if isinstance(kind, pa.BaseExtensionType):
+        own = {UUID: pa.string(), BOOL8: pa.bool_()}
+        return own.get(kind.extension_name) or _plain_type(kind.storage_type)
+    if kind in (pa.string_view(), pa.binary_view()):
+        return pa.string() if kind == pa.string_view() else pa.binary()
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        fields = (kind.field(n) for n in range(kind.num_fields))
+        return pa.struct([(field.name, _plain_type(field.type)) for field in fields])
+    if pa.types.is_map(kind):
+        return _plain_type(pa.list_(pa.struct([kind.key_field, kind.item_field])))
+    return pa.list_(_plain_type(kind.value_type))
 
 
 def _plain(values: pa.Array) -> pa.Array:

@@ -303,6 +303,13 @@ def _number(text: str) -> float | Decimal:
     return short if exact == Decimal(short) else exact
 
 
+def _exact(value: float | Decimal) -> Decimal:
+    """Returns a number as a decimal; a double beyond 2**53 is exact, another is its short text."""
+    if isinstance(value, float) and abs(value) < MAX_WHOLE:
+        return Decimal(repr(value))
+    return Decimal(value)
+
+
 def _decimals(values: Sequence[Decimal | None], wide: object) -> tuple[pa.ChunkedArray, str]:
     """Returns numbers as decimals, or as doubles if no decimal has so many digits; and a note.
 
@@ -461,7 +468,11 @@ def _column(
         array = pa.array(values)
     except (pa.ArrowException, TypeError, OverflowError):
         array = None
-    lossy = [row for row in wide if array is None or array[row].as_py() != values[row]]
+    lossy = [
+        row
+        for row in wide
+        if array is None or isinstance(values[row], Decimal) or array[row].as_py() != values[row]
+    ]
     if array is not None and not lossy:
         return pa.chunked_array([array]), ""
     kinds = {type(value) for value in values if value is not None}
@@ -472,8 +483,7 @@ def _column(
         if all(value is None or value in UINT64 for value in values):
             return pa.chunked_array([pa.array(values, pa.uint64())]), ""
     elif lossy and kinds <= {int, float, Decimal}:
-        exact = [None if v is None else Decimal(str(v)) for v in values]
-        return _decimals(exact, values[lossy[0]])
+        return _decimals([None if v is None else _exact(v) for v in values], values[lossy[0]])
     if beyond is not None:
         shown = json.dumps(values[beyond], default=str)[:80]
         raise SchemaError(f", line {lines[beyond]}: an integer does not fit into 64 bits: {shown}")
