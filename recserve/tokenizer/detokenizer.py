@@ -8,7 +8,13 @@ plain text ends.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
+
+from recserve.tokenizer.token_bytes import Spelling, clean_up
+
+MAX_HELD = 16  # bytes of complete characters
+_WORD_BORDER = re.compile(r"(?<=[^ ']) (?=[^ '])")
 
 
 class StopMatcher:
@@ -48,6 +54,14 @@ class StopMatcher:
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
+    def completes(self, piece: str) -> bool:
+        """Returns whether a piece would complete a stop string."""
+        state = list(self._matched), self._held
+        self.push(piece)
+        found, self.found = self.found is not None, None
+        self._matched, self._held = state
+        return found
+
     def flush(self) -> str:
         """Returns the text that was held back, once no more text follows."""
         text, self._held = self._held, ""
@@ -81,8 +95,32 @@ def _borders(stop: str) -> list[int]:
     return borders
 
 
+class SpaceCleaner:
+    """Leaves out the spaces before punctuation of a text that arrives in pieces, as `clean_up`."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, piece: str) -> str:
+        """Returns the text that no later piece changes."""
+        text = self.held + piece
+        # No pattern reaches over a space between two characters that are neither space nor quote.
+        end = max((match.start() for match in _WORD_BORDER.finditer(text)), default=0)
+        self.held = text[end:]
+        return clean_up(text[:end])
+
+    def flush(self) -> str:
+        """Returns the rest, once no more text follows."""
+        text, self.held = self.held, ""
+        return clean_up(text)
+
+
 class Detokenizer:
     """Converts the tokens of one sequence to text, one token at a time.
+
+    The pieces together are the text that the tokenizer decodes the tokens to. One exception keeps a
+    stream running: of a run of tokens that are one byte each, characters that are complete after
+    MAX_HELD bytes stay, even if a later byte makes the run invalid.
 
     Attributes:
         num_tokens: Tokens pushed so far.
@@ -90,17 +128,28 @@ class Detokenizer:
     """
 
     def __init__(
-        self, table: Sequence[bytes], stops: Sequence[str] = (), min_tokens: int = 0
+        self,
+        spelling: Spelling,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        begun: bool = False,
     ) -> None:
         """Starts an empty text.
 
         Args:
-            table: Bytes that each token writes. Token ids beyond it write nothing.
+            spelling: What each token writes. Token ids beyond it write nothing.
             stops: Strings that end the text and are not part of it.
             min_tokens: Stop strings are searched only in text after this many tokens.
+            begun: True if the text follows other text, such as a prompt.
         """
-        self._table = table
+        self._table = spelling.texts
+        self._bytes = spelling.bytes_only
+        self._first = None if begun else spelling.first or None
+        self._stripped = spelling.stripped
+        self._num_stripped = 0 if begun else spelling.num_stripped
+        self._cleaner = SpaceCleaner() if spelling.cleans else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._run = bytearray()
         self._matcher = StopMatcher(stops)
         self._min_tokens = min_tokens
         self.num_tokens = 0
@@ -113,23 +162,63 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Returns the text that can be shown after one more token."""
-        piece = self._utf8.decode(self._table[token] if token < len(self._table) else b"")
+        written = self._table[token] if token < len(self._table) else b""
+        if self._first is not None and (written or token in self._first):
+            written = self._first.get(token, written)
+            self._first = None
+        if self._bytes and written:
+            return self._push_beside_bytes(token, written)
         self.num_tokens += 1
-        return self._next(piece)
+        return self._next(self._utf8.decode(written))
 
-    def start_of(self, token: int) -> int:
-        """Returns the number of characters before a token, which is pushed next.
+    def _push_beside_bytes(self, token: int, written: bytes) -> str:
+        """Does the work of `push` where tokens can be single bytes."""
+        if token not in self._bytes:
+            shown = self._next(_run_text(self._run))
+            self._run.clear()
+            self.num_tokens += 1
+            return shown if self.stopped else shown + self._next(written.decode())
+        self.num_tokens += 1
+        self._run += written
+        try:
+            text = self._run.decode()
+        except UnicodeDecodeError:
+            return ""
+        stops = self.num_tokens > self._min_tokens and self._cleaner is None
+        if len(self._run) < MAX_HELD and not (stops and self._matcher.completes(text)):
+            return ""
+        self._run.clear()
+        return self._next(text)
+
+    def place(self, token: int) -> tuple[int, int]:
+        """Returns where a token, which is pushed next, stands in the text.
 
         A token that continues a character has the place of that character.
+
+        Returns:
+            The number of characters before the token, and the number of bytes at the start of the
+            token that the text leaves out.
         """
-        pending, _ = self._utf8.getstate()
-        spelled = self._table[token] if token < len(self._table) else b""
-        if pending and spelled:
+        written = self._table[token] if token < len(self._table) else b""
+        start = self.num_characters
+        if self._cleaner is not None:
+            start += len(clean_up(self._cleaner.held))
+        if self._run:
+            goes_on = not written or token in self._bytes
+            run = _run_text(self._run, written if goes_on else None)
+            start += len(self._left_stripped(run))
+        elif written and (pending := self._utf8.getstate()[0]):
             try:
-                codecs.getincrementaldecoder("utf-8")().decode(pending + spelled[:1])
+                codecs.getincrementaldecoder("utf-8")().decode(pending + written[:1])
             except UnicodeDecodeError:  # the bytes before it become U+FFFD
-                return self.num_characters + 1
-        return self.num_characters
+                start += 1
+        begins = written
+        if self._first is not None:
+            begins = self._first.get(token, written)
+        if self._num_stripped and not self._run:
+            text = begins.decode("utf-8", "surrogateescape")
+            begins = self._left_stripped(text).encode("utf-8", "surrogateescape")
+        return start, len(written) - len(begins) if written.endswith(begins) else 0
 
     def finish(self) -> str:
         """Returns the text that was held back, once no more tokens follow.
@@ -138,11 +227,40 @@ class Detokenizer:
         """
         if self.stopped:
             return ""
-        shown = self._next(self._utf8.decode(b"", final=True))
+        rest = self._utf8.decode(b"", final=True) + _run_text(self._run)
+        self._run.clear()
+        shown = self._next(rest, final=True)
         return shown if self.stopped else shown + self._matcher.flush()
 
-    def _next(self, piece: str) -> str:
+    def _left_stripped(self, text: str) -> str:
+        num = min(len(text) - len(text.lstrip(self._stripped)), self._num_stripped)
+        return text[num:]
+
+    def _next(self, piece: str, final: bool = False) -> str:
+        if self._num_stripped and piece:
+            stripped = self._left_stripped(piece)
+            self._num_stripped = 0 if stripped else self._num_stripped - len(piece)
+            piece = stripped
+        if self._cleaner is not None:
+            piece = self._cleaner.push(piece) + (self._cleaner.flush() if final else "")
         self.num_characters += len(piece)
         if self.num_tokens <= self._min_tokens:
             return piece
         return self._matcher.push(piece)
+
+
+def _run_text(run: bytes | bytearray, following: bytes | None = None) -> str:
+    """Returns the text of a run of bytes; if it is invalid, U+FFFD for each of them.
+
+    Args:
+        run: The run.
+        following: Bytes that continue the run; None if it has ended. If it goes on, an incomplete
+            character at its end is left out.
+    """
+    try:
+        if following is None:
+            return run.decode()
+        codecs.getincrementaldecoder("utf-8")().decode(bytes(run) + following)
+        return run.decode("utf-8", "ignore")
+    except UnicodeDecodeError:
+        return "\ufffd" * len(run)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from tokenizers import AddedToken
 
 from recserve.tokenizer.token_bytes import ALPHABET
 
@@ -18,19 +20,23 @@ BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(0x100))
 
 
 def max_bytes_per_token(
-    fields: Mapping[str, Any], vocabulary: Mapping[str, int], spelled: Sequence[bytes]
+    fields: Mapping[str, Any],
+    added: Collection[AddedToken],
+    vocabulary: Mapping[str, int],
+    spelled: Sequence[bytes],
 ) -> int | None:
     """Returns the largest number of UTF-8 bytes of text that one token can cover.
 
     Args:
         fields: Contents of tokenizer.json.
+        added: All added tokens.
         vocabulary: Token id of each token, added tokens included.
         spelled: Bytes that each token id writes.
 
     Returns:
         The bound in bytes. None if the tokeniser may drop text, because then there is no bound.
     """
-    model, added = fields["model"], fields.get("added_tokens") or ()
+    model = fields["model"]
     splitters = _steps(fields.get("pre_tokenizer"), "pretokenizers")
     shrink = _shrink(_steps(fields.get("normalizer"), "normalizers"))
     byte_level = any(step["type"] == "ByteLevel" for step in splitters)
@@ -42,7 +48,7 @@ def max_bytes_per_token(
         or not complete
         or not (byte_level or model.get("byte_fallback"))
         or not all(map(_preserves_text, splitters))
-        or any(token.get("lstrip") or token.get("rstrip") for token in added)
+        or any(token.lstrip or token.rstrip for token in added)
         or shrink is None
     ):
         return None
@@ -50,7 +56,7 @@ def max_bytes_per_token(
     if not byte_level:  # SentencePiece's `▁` writes a space, but a text may contain `▁` itself
         sizes += [len(token.encode()) for token in vocabulary]
     # Normalisation can lengthen an added token: a space of 1 byte becomes a `▁` of 3.
-    sizes += [3 * len(token["content"].encode()) for token in added if token.get("normalized")]
+    sizes += [3 * len(token.content.encode()) for token in added if token.normalized]
     return shrink * max(sizes)
 
 

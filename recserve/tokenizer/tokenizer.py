@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
-from recserve.files import UnreadableFile, gguf_hint, parse_json, read_bytes, read_json_object
+from recserve.files import UnreadableFile, gguf_hint, parse_json, read_bytes
 from recserve.tokenizer.chat_template import ChatTemplate
 from recserve.tokenizer.length_bound import max_bytes_per_token
 from recserve.tokenizer.template_sandbox import TemplateError
-from recserve.tokenizer.token_bytes import UnsupportedTokenizer, token_bytes
+from recserve.tokenizer.token_bytes import (
+    Spelling,
+    UnsupportedTokenizer,
+    clean_up,
+    token_bytes,
+)
+from recserve.tokenizer.tokenizer_files import MAIN, TokenizerFiles
 
 # Files that a Hugging Face folder has for its tokenizer and its generation.
 FILES = (
@@ -26,7 +33,9 @@ FILES = (
 # The library caches the tokens of words of up to 255 bytes, per thread and tokeniser. At its own
 # 10,000 words, random text takes 80 MB per thread. At 1,000 words, English encodes 25 % slower.
 CACHED_WORDS = 1000
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+CLEANS = "clean_up_tokenization_spaces"
+CLEANS_BPE = f"{CLEANS}_for_bpe_even_though_it_will_corrupt_output"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,8 +45,8 @@ class TextTokenizer:
     Attributes:
         tokenizer: Tokeniser that recognises the names of special tokens in a text.
         literal: The same tokeniser, which treats names of special tokens as plain text.
-        all_bytes: Bytes that each token id writes.
-        text_bytes: The same, with no bytes for special tokens.
+        all_bytes: Bytes that each token id writes inside a text.
+        spelling: What tokens write in a text, which leaves out special tokens.
         end_tokens: Token ids that end a text: `eos_token` of tokenizer_config.json and of
             special_tokens_map.json.
         template: Chat template, or None if the folder has none.
@@ -49,7 +58,7 @@ class TextTokenizer:
     tokenizer: Tokenizer
     literal: Tokenizer
     all_bytes: tuple[bytes, ...]
-    text_bytes: tuple[bytes, ...]
+    spelling: Spelling
     end_tokens: tuple[int, ...]
     template: ChatTemplate | None
     max_bytes_per_token: int | None = None
@@ -67,7 +76,7 @@ class TextTokenizer:
             UnsupportedTokenizer: If a file is missing, invalid or of another family.
             TemplateError: If the chat template is missing or does not parse.
         """
-        file = folder / "tokenizer.json"
+        file = folder / MAIN
         if not file.exists():
             raise UnsupportedTokenizer(f"{folder.name} has no tokenizer.json{gguf_hint(folder)}")
         try:
@@ -76,29 +85,32 @@ class TextTokenizer:
         except UnreadableFile as error:
             raise UnsupportedTokenizer(str(error)) from error
         tokenizer, literal = _tokenizer(raw, file), _tokenizer(raw, file)
+        files = TokenizerFiles.read(folder)
+        for one in (tokenizer, literal):
+            files.complete(one, fields.get("added_tokens") or ())
+        tokenizer.encode_special_tokens = files.config.get("split_special_tokens") is True
         literal.encode_special_tokens = True
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        every = token_bytes(fields, vocabulary)
-        special = {t["id"] for t in fields.get("added_tokens") or () if t.get("special")}
-        config = _read(folder / "tokenizer_config.json")
-        own = _special_tokens("tokenizer_config.json", config)
-        mapped = _special_tokens(
-            "special_tokens_map.json", _read(folder / "special_tokens_map.json")
-        )
-        ends = (
-            _number("tokenizer_config.json", own, vocabulary),
-            _number("special_tokens_map.json", mapped, vocabulary),
-        )
-        names = mapped | own
+        added = tokenizer.get_added_tokens_decoder()
+        tokens = {number: token for token, number in vocabulary.items()}
+        # The library decodes an added token to its normalised form.
+        tokens |= {number: str(tokenizer.id_to_token(number)) for number in added}
+        every = token_bytes(fields.get("decoder"), tokens)
+        special = [number for number in added if _is_special(tokenizer, number)]
+        is_bpe = type(tokenizer.model) is models.BPE
+        cleans = bool(files.config.get(CLEANS) and (not is_bpe or files.config.get(CLEANS_BPE)))
+        files.warn_of_missing(vocabulary)
+        _warn_of_frame(folder, files, tokenizer)
+        ends = [_end_token(file, token, vocabulary) for file, token in files.ends.items()]
         return TextTokenizer(
             tokenizer,
             literal,
-            tuple(every),
-            tuple(b"" if n in special else spelled for n, spelled in enumerate(every)),
-            tuple(dict.fromkeys(end for end in ends if end is not None)),
-            _template(folder, config, names, chat_template),
-            max_bytes_per_token(fields, vocabulary, every),
-            names,
+            every.texts,
+            replace(every.without(special), cleans=cleans),
+            tuple(dict.fromkeys(ends)),
+            _template(folder, files.config, files.names, chat_template),
+            max_bytes_per_token(fields, added.values(), vocabulary, every.texts),
+            files.names,
         )
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -153,14 +165,38 @@ class TextTokenizer:
             return 0
         return -(-len(text.encode("utf-8", "surrogatepass")) // self.max_bytes_per_token)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without special tokens.
+    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+        """Returns the text of tokens.
 
-        Spaces at the start are kept, so the result can follow other text.
+        Args:
+            tokens: Token ids. Ids that the tokeniser lacks have no text.
+            skip_special: Whether special tokens are left out.
         """
-        table = self.text_bytes
-        spelled = b"".join(table[token] for token in tokens if token < len(table))
-        return spelled.decode("utf-8", "replace")
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        return clean_up(text) if self.spelling.cleans else text
+
+
+def _is_special(tokenizer: Tokenizer, number: int) -> bool:
+    """Returns whether decoding leaves out a token."""
+    twice = [number, number]  # the first token of a text may lose its space
+    return bool(tokenizer.decode(twice) != tokenizer.decode(twice, skip_special_tokens=False))
+
+
+def _warn_of_frame(folder: Path, files: TokenizerFiles, tokenizer: Tokenizer) -> None:
+    """Warns where tokenizer_config.json wants other tokens around a text than tokenizer.json."""
+    tokens = tokenizer.encode("a").tokens or [""]
+    for name, token in (("bos_token", tokens[0]), ("eos_token", tokens[-1])):
+        wanted, known = files.config.get(f"add_{name}"), files.names.get(name)
+        if isinstance(wanted, bool) and known is not None and wanted != (token == known):
+            log.warning(
+                "%s: add_%s of tokenizer_config.json is %s, but tokenizer.json %s %r; it counts, "
+                "as in transformers 5",
+                folder.name,
+                name,
+                str(wanted).lower(),
+                "adds no" if wanted else "adds",
+                known,
+            )
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
@@ -190,19 +226,38 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _template(
-    folder: Path, config: dict[str, Any], names: dict[str, str], file: Path | None
+    folder: Path, config: Mapping[str, Any], names: dict[str, str], file: Path | None
 ) -> ChatTemplate | None:
-    """Returns the template from `file`, chat_template.jinja or tokenizer_config.json."""
-    template_file = folder / "chat_template.jinja"
-    source: Any = config.get("chat_template")
+    """Returns the template from `file`, or the default one of the folder."""
     if file is not None:
         if not file.is_file():
             raise TemplateError(f"chat template {file} does not exist")
-        source = _read_template(file)
-    elif template_file.exists():
-        source = _read_template(template_file)
-    if isinstance(source, list):
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return ChatTemplate(_read_template(file), names)
+    found = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").exists():
+        found.setdefault("default", folder / "chat_template.jinja")
+    source: Any = config.get("chat_template")
+    if found:
+        source = {name: _read_template(path) for name, path in found.items()}
+    elif isinstance(source, list):
+        if not all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in source):
+            raise TemplateError(
+                "tokenizer_config.json: chat_template is a list; expected objects with name and "
+                "template"
+            )
+        source = {one["name"]: one["template"] for one in source}
+    if isinstance(source, dict):
+        if "default" not in source:
+            log.warning(
+                "%s has no default chat template, only %s; start the server with one of them",
+                folder.name,
+                ", ".join(map(str, source)),
+            )
+        source = source.get("default")
+    if not isinstance(source, str | None):
+        raise TemplateError(
+            f"tokenizer_config.json: chat_template is {source!r}; expected Jinja source"
+        )
     return None if source is None else ChatTemplate(source, names)
 
 
@@ -213,50 +268,14 @@ def _read_template(path: Path) -> str:
         raise TemplateError(f"chat template {path} cannot be used: {error}") from error
 
 
-def _special_tokens(file: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the special tokens that a configuration file names, by field.
-
-    The file writes a token as a string, or as an object with `content`.
-
-    Raises:
-        UnsupportedTokenizer: If a field holds something else.
-    """
-    names = {}
-    for name in SPECIAL:
-        value = fields.get(name)
-        if value is None:
-            continue
-        token = value.get("content") if isinstance(value, dict) else value
-        if not isinstance(token, str):
-            raise UnsupportedTokenizer(
-                f"{file}: {name} is {value!r}; expected a token's text, or an object with the text "
-                "as content"
-            )
-        names[name] = token
-    return names
-
-
-def _number(file: str, names: Mapping[str, str], vocabulary: Mapping[str, int]) -> int | None:
-    """Returns the id of the end token that a file names; None if it names none.
+def _end_token(file: str, token: str, vocabulary: Mapping[str, int]) -> int:
+    """Returns the id of the end token that a file names.
 
     Raises:
         UnsupportedTokenizer: If the vocabulary lacks it. Texts would never end.
     """
-    token = names.get("eos_token")
-    if token is None:
-        return None
     if token not in vocabulary:
         raise UnsupportedTokenizer(
             f"{file}: eos_token is {token!r}; tokenizer.json has no such token"
         )
     return vocabulary[token]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Returns the fields of a JSON file; none if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        return read_json_object(path)
-    except UnreadableFile as error:
-        raise UnsupportedTokenizer(str(error)) from error

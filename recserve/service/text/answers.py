@@ -109,7 +109,7 @@ class CompletionShape:
 
     def _logprobs(self, tokens: Sequence[WrittenToken]) -> CompletionLogprobs:
         names = [
-            shown(spelled(self.table, written.token)[written.without_space :]) for written in tokens
+            shown(spelled(self.table, written.token)[written.num_left_out :]) for written in tokens
         ]
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -183,7 +183,7 @@ class ChatShape:
     def _token(self, written: WrittenToken) -> TokenLogprob:
         likely = written.logprobs
         assert likely is not None, "a token of the prompt"
-        own = spelled(self.table, written.token)
+        own = spelled(self.table, written.token)[written.num_left_out :]
         top = []
         for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
             there = spelled(self.table, token)

@@ -104,12 +104,12 @@ class TextService:
         self, plan: TextPlan, min_tokens: int, listener: Listener | None, beginnings: list[str]
     ) -> list[TextStream]:
         """Returns a stream per text; `beginnings` are the echoed prompts."""
-        table = self.model.tokenizer.text_bytes
+        spelling = self.model.tokenizer.spelling
+        begun = [spelling.is_begun(prompt.tokens) for prompt in plan.prompts]
+        numbers = [index // plan.copies for index in range(len(plan.params))]
         return [
-            TextStream(
-                index, table, plan.stops, min_tokens, listener, beginnings[index // plan.copies]
-            )
-            for index in range(len(plan.params))
+            TextStream(index, spelling, plan.stops, min_tokens, listener, beginnings[n], begun[n])
+            for index, n in enumerate(numbers)
         ]
 
     def _head(self, shape: Shape, request_id: str | None) -> dict[str, object]:

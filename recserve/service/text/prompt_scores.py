@@ -15,7 +15,7 @@ from recserve.service.text.prompts import Prompt
 from recserve.service.text.stream import TextStream, WrittenToken
 from recserve.speculation.completion import TokenLogprobs
 from recserve.tokenizer.detokenizer import Detokenizer
-from recserve.tokenizer.token_bytes import shown, spelled
+from recserve.tokenizer.token_bytes import Spelling, shown, spelled
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 
@@ -101,11 +101,16 @@ def written_prompt(
     """
     text, table = prompt.text, tokenizer.all_bytes
     if prompt.encoded:
+        places = []
         starts = tokenizer.starts(text, prompt.tokens)
+        for token, start in zip(prompt.tokens, starts, strict=True):
+            piece = spelled(table, token).decode("utf-8", "ignore")
+            added = piece.startswith(" ") and not text.startswith(piece, start)
+            places.append((start, int(added)))
     else:
-        starts = decoded_starts(prompt.tokens, tokenizer.text_bytes)
+        places = decoded_places(prompt.tokens, tokenizer.spelling)
     written = []
-    for place, (token, start) in enumerate(zip(prompt.tokens, starts, strict=True)):
+    for place, (token, (start, left_out)) in enumerate(zip(prompt.tokens, places, strict=True)):
         logprobs = None
         if place:
             logprobs = TokenLogprobs(
@@ -113,25 +118,17 @@ def written_prompt(
                 tuple(scores.top_tokens[place - 1][:num_top].tolist()),
                 tuple(scores.top_values[place - 1][:num_top].tolist()),
             )
-        piece = spelled(table, token).decode("utf-8", "ignore")
-        spaced = prompt.encoded and piece.startswith(" ")
-        without_space = spaced and not text.startswith(piece, start)
-        written.append(WrittenToken(token, start, logprobs, without_space))
+        written.append(WrittenToken(token, start, logprobs, left_out))
     return written
 
 
-def decoded_starts(tokens: Sequence[int], table: Sequence[bytes]) -> list[int]:
-    """Returns the place at which each token starts in the text that the tokens decode to.
-
-    Args:
-        tokens: The tokens.
-        table: Bytes of each token.
-    """
-    detokenizer, starts = Detokenizer(table), []
+def decoded_places(tokens: Sequence[int], spelling: Spelling) -> list[tuple[int, int]]:
+    """Returns where each token stands in the text of the tokens, as `Detokenizer.place`."""
+    detokenizer, places = Detokenizer(spelling), []
     for token in tokens:
-        starts.append(detokenizer.start_of(token))
+        places.append(detokenizer.place(token))
         detokenizer.push(token)
-    return starts
+    return places
 
 
 def prompt_logprobs(

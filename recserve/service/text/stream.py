@@ -20,6 +20,7 @@ from recserve.speculation.completion import (
     TokenLogprobs,
 )
 from recserve.tokenizer.detokenizer import Detokenizer
+from recserve.tokenizer.token_bytes import Spelling
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class WrittenToken:
         token: Token id.
         offset: Number of characters of the text before it.
         logprobs: Log-probabilities at this token; None for the first token of a prompt.
-        without_space: Whether the space that the token begins with is not in the text, because the
-            tokeniser puts it before a text.
+        num_left_out: Bytes that the token begins with and that are not in the text, such as the
+            space that the tokeniser puts before a text.
     """
 
     token: int
     offset: int
     logprobs: TokenLogprobs | None
-    without_space: bool = False
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,24 +82,26 @@ class TextStream:
     def __init__(
         self,
         index: int,
-        table: Sequence[bytes],
+        spelling: Spelling,
         stops: Sequence[str],
         min_tokens: int,
         listener: Listener | None,
         beginning: str = "",
+        begun: bool = True,
     ) -> None:
         """Starts an empty text.
 
         Args:
             index: Number of the text in its request.
-            table: Bytes of each token.
+            spelling: What each token writes.
             stops: Strings that end the text.
             min_tokens: Number of first tokens in which stop strings are ignored.
             listener: Called with every piece; None if the text is only read at the end.
             beginning: Characters before the generated text, such as an echoed prompt.
+            begun: False if the prompt has no text, so that this is the start of a text.
         """
         self.index = index
-        self._detokenizer = Detokenizer(table, stops, min_tokens)
+        self._detokenizer = Detokenizer(spelling, stops, min_tokens, begun)
         self._listener = listener
         self._beginning = beginning
         self._pieces: list[str] = []
@@ -137,8 +140,9 @@ class TextStream:
             if detokenizer.stopped:
                 break
             if commit.logprobs:
-                offset = len(self._beginning) + detokenizer.start_of(token)
-                written.append(WrittenToken(token, offset, commit.logprobs[place]))
+                start, left_out = detokenizer.place(token)
+                offset = len(self._beginning) + start
+                written.append(WrittenToken(token, offset, commit.logprobs[place], left_out))
             shown.append(detokenizer.push(token))
         # Accepted tokens behind a stop string are not part of the text.
         num_accepted = min(commit.num_accepted, len(shown))

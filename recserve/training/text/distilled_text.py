@@ -194,8 +194,8 @@ def target_sha256(llm: Path) -> str:
 
 
 def tokenizer_sha256(llm: Path) -> str:
-    """Returns a hash of a model folder's tokenizer."""
-    return sha256_of([llm / "tokenizer.json"])
+    """Returns a hash of a model folder's tokenizer, with the tokens that all its files add."""
+    return hashlib.sha256(TextTokenizer.open(llm).tokenizer.to_str().encode()).hexdigest()
 
 
 def sha256_of(paths: Sequence[Path]) -> str:

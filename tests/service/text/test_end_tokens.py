@@ -82,7 +82,7 @@ def test_a_text_ends_at_the_token_of_each_file(folder, file, drafter):
         assert answer.choices[0].finish_reason == "stop"
         assert answer.choices[0].text == plain[: plain.index(word)]
         body = CompletionRequest(**fields, speculation=drafting, ignore_eos=True)
-        assert len(service.text.begin_completion(body).wait().choices[0].text) >= len(plain)
+        assert service.text.begin_completion(body).wait().usage.completion_tokens == 60
 
 
 @pytest.mark.parametrize("file", NUMBER_FILES)
