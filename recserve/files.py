@@ -11,12 +11,14 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 35 MB
+T = TypeVar("T")
 TEMPORARY = ".tmp-"  # how the names of unfinished files begin
 
 
@@ -79,6 +81,34 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} holds {_kind(content)}; a JSON object is needed, such as {{}}"
         )
     return content
+
+
+def from_stored(kind: type[T], values: Mapping[str, Any], noun: str) -> T:
+    """Makes a dataclass from stored settings.
+
+    Args:
+        kind: The dataclass.
+        values: Values by field.
+        noun: What the settings are of, for the error.
+
+    Raises:
+        UnreadableFile: If a setting is unknown to this version, or a required one is missing.
+    """
+    if not isinstance(values, Mapping):
+        raise UnreadableFile(f"{noun} is {_kind(values)}; expected settings by name")
+    known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
+    required = {
+        name
+        for name, field in known.items()
+        if field.default is MISSING and field.default_factory is MISSING
+    }
+    for names, word in ((set(values) - set(known), "unknown"), (required - set(values), "missing")):
+        if names:
+            listed = ", ".join(sorted(map(str, names)))[:200]
+            raise UnreadableFile(
+                f"{noun} has {word} settings: {listed}; another version of recserve wrote it"
+            )
+    return kind(**values)
 
 
 def _kind(content: Any) -> str:

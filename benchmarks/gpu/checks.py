@@ -228,7 +228,7 @@ def noise_error(device: str, smoke: bool) -> float:
     keys = Keys(torch.randint(-(2**62), 2**62, (4,), generator=g), torch.tensor([0, 7, 2**31, 9]))
     warmth = torch.tensor([0.0, 0.5, 1.0, 2.0])
     expected = acceptance.accept_reference(logits, tree, keys, warmth, 8)
-    moved = Keys(keys.seeds.to(device), keys.root_lengths.to(device))
+    moved = Keys(keys.seeds.to(device), keys.prefix_lengths.to(device))
     got = acceptance.accept(logits.to(device), tree.to(device), moved, warmth.to(device), 8)
     same = (
         torch.equal(getattr(got, name).cpu(), getattr(expected, name))

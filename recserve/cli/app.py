@@ -14,16 +14,9 @@ import typer
 
 from recserve.cli import answers, bundle_swap, bundles, experiment_admin, experiments, serve, train
 from recserve.cli.batch import batch
+from recserve.extras import describe_missing
 
 FAILED = 1
-# Package and extra by the name of the module that is missing.
-EXTRAS = {
-    "httpx": ("httpx", "client"),
-    "matplotlib": ("matplotlib", "train"),
-    "ray": ("ray", "ray"),
-    "scipy": ("scipy", "train"),
-    "sklearn": ("scikit-learn", "train"),
-}
 
 app = typer.Typer(
     help="Generative recommendation server: build, train, serve, recommend and rank.",
@@ -116,11 +109,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:
-        missing = (error.name or "").split(".")[0]
-        library = EXTRAS.get(missing)
-        if library is None or "--debug" in sys.argv:
+        message = describe_missing(error, "this command")
+        if message is None or "--debug" in sys.argv:
             raise
-        message = f"this command needs {library[0]}: pip install 'recserve[{library[1]}]'"
         typer.echo(f"error: {message}", err=True)
         raise SystemExit(FAILED) from None
     except (ValueError, LookupError, OSError, RuntimeError) as error:

@@ -133,7 +133,8 @@ def evaluate(
         float | None, typer.Option(help="Weight of the dense head; default: the bundle's.")
     ] = None,
     users: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate at most this many users.")
+        int | None,
+        typer.Option(min=1, help="Evaluate so many users, drawn at random with seed 0."),
     ] = None,
     device: DeviceFlag = "auto",
     json_file: Annotated[
@@ -167,6 +168,7 @@ def evaluate(
     from recserve.bundle.bundle import Bundle
     from recserve.training.baselines import BaselineComparison, compare_with_baselines
     from recserve.training.card import make_card
+    from recserve.training.evaluation.cases import SAMPLE_SEED
     from recserve.training.evaluation.evaluation import (
         Evaluation,
         EvaluationOptions,
@@ -177,13 +179,16 @@ def evaluate(
     from recserve.training.time_split import TimeSplit, past_bundle
 
     opened, place = Bundle.open(bundle), TrainOptions(device=device).torch_device()
+    drawn = ""
+    if users is not None:
+        drawn = f"\nat most {users:,} users, drawn at random with seed {SAMPLE_SEED}"
     if strategy == "all":
         fidelity = compare_strategies(
             opened, split, cutoffs, width=beam_width, users=users, device=place
         )
         if plot is not None:
             fidelity.save_plot(plot)
-        _print(str(fidelity), fidelity.to_dict(), json_file)
+        _print(f"{fidelity}{drawn}", fidelity.to_dict(), json_file)
         return
     options = EvaluationOptions(
         split=split,
@@ -202,7 +207,7 @@ def evaluate(
             made = make_card(opened, compare_with_baselines(opened, options), past)
             if plot is not None:
                 made.save_plot(plot)
-            text, figures = made.to_markdown(), made.to_dict()
+            text, figures = f"{made.to_markdown()}{drawn}", made.to_dict()
             if markdown is not None:
                 markdown.write_text(text + "\n", encoding="utf-8")
         else:
@@ -211,7 +216,7 @@ def evaluate(
                 if baselines
                 else evaluate_bundle(opened, options)
             )
-            text, figures = str(found), found.to_dict()
+            text, figures = f"{found}{drawn}", found.to_dict()
             if past is not None:
                 text, figures = f"{past}\n{text}", figures | {"time_split": asdict(past)}
         _print(text, figures, json_file)
@@ -245,7 +250,8 @@ def calibrate(
         ),
     ] = None,
     users: Annotated[
-        int | None, typer.Option(min=1, help="With --auto-for: most validation users; 2,000.")
+        int | None,
+        typer.Option(min=1, help="With --auto-for: validation users, drawn at random; 2,000."),
     ] = None,
     device: DeviceFlag = "auto",
 ) -> None:

@@ -1,10 +1,11 @@
-"""`recserve demo`: builds, trains and serves small models in about two minutes on a laptop.
+"""`recserve demo`: builds, trains and serves small models in about a minute on two free cores.
 
 The demo has four steps:
 
 1. It builds a bundle from synthetic data, or from the user's Parquet files.
-2. It trains a recommender and a ranker, together in less than a minute, and then a tiny language
-   model on the prose of Python's manual.
+2. It trains a recommender and a ranker, and then a tiny language model on the prose of Python's
+   manual. The number of steps is fixed, so a slow machine gets the same models later. Only files of
+   the user's own, which may be large, have a time limit too.
 3. It prints one slate, one ranking and one completion.
 4. It starts the server.
 
@@ -57,9 +58,10 @@ from recserve.training.text.language_model import (
 from recserve.training.text.python_manual import python_manual
 
 HOST = "127.0.0.1"
-MINUTES = {"recommender": 0.5, "ranker": 0.25, "llm": 0.5}
+EPOCHS = {"recommender": 2, "ranker": 1, "llm": 8}
+OWN_DATA_MINUTES = 1.0
 SYNTHETIC = SyntheticOptions(num_items=2000, num_users=3000, mean_events=30)
-# Smaller than the model of `recserve train`, so that several epochs fit into half a minute.
+# Smaller than the model of `recserve train`, so that its epochs take some ten seconds each.
 RECOMMENDER = replace(
     ITEMS_MASKED,
     hidden_size=96,
@@ -74,7 +76,7 @@ LANGUAGE = LanguageRecipe(num_layers=2, steps=50, batch=8, window=128)
 SOURCES_BYTES = 1_000_000
 DRAFTER = "suffix"
 PROMPT = "When an exception is raised,"
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 # A model this small repeats one clause for ever if it decodes greedily without a penalty.
 REPETITION_PENALTY = 1.1
 LLM = "llm"
@@ -145,7 +147,8 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
     options = BuildOptions(items, events, out, codes=NUM_CODES, on_bad_rows="skip")
     build_bundle(options, lambda line: say(console, line.replace(f"{folder}{os.sep}", "")))
     for name in ("recommender", "ranker"):
-        bundle, limits = Bundle.open(out), minutes(name, console)
+        minutes = None if data is None else OWN_DATA_MINUTES
+        bundle, limits = Bundle.open(out), announce(name, console, minutes)
         with one_thread():
             if name == "recommender":
                 report = train_recommender(bundle, limits, RECOMMENDER, console)
@@ -156,17 +159,19 @@ def make_bundle(data: Path | None, folder: Path, console: Console) -> None:
 
 def make_llm(folder: Path, console: Console) -> None:
     """Trains a tiny language model."""
-    limits = minutes("llm", console)
+    limits = announce("llm", console)
     with one_thread():
         texts = python_manual() or standard_library(SOURCES_BYTES)
         tell(train_language_model(texts, folder, limits, LANGUAGE, console), console)
     (folder / EXAMPLE_PROMPT).write_text(PROMPT, encoding="utf-8")
 
 
-def minutes(name: str, console: Console) -> TrainOptions:
-    """Prints a rule for the next training, and returns its time limit as options."""
-    console.rule(f"{name}, about {MINUTES[name] * 60:.0f} s", align="left")
-    return TrainOptions(max_minutes=MINUTES[name])
+def announce(name: str, console: Console, minutes: float | None = None) -> TrainOptions:
+    """Prints a rule for the next training, and returns its length as options."""
+    epochs = EPOCHS[name]
+    limit = "" if minutes is None else f", at most {minutes:g} min"
+    console.rule(f"{name}, {format_count(epochs, 'epoch')}{limit}", align="left")
+    return TrainOptions(epochs=epochs, max_minutes=minutes)
 
 
 def tell(report: TrainReport, console: Console) -> None:
@@ -210,13 +215,13 @@ def show_answers(bundle: Path, console: Console) -> None:
         first, again = slate(service, name), slate(service, name)
         console.print(slate_table(first, title))
         say(console, timing_line(first.timing_ms, first.degraded))
-        say(console, f"again, root cached: {timing_line(again.timing_ms)}")
+        say(console, f"again, prefix cached: {timing_line(again.timing_ms)}")
 
         console.rule(f"rank {len(offered)} candidates", align="left")
         order, order_again = ranking(service, name, offered), ranking(service, name, offered)
         console.print(ranking_table(order, title, ROWS_SHOWN))
         say(console, timing_line(order.timing_ms, order.degraded))
-        say(console, f"again, root cached: {timing_line(order_again.timing_ms)}")
+        say(console, f"again, prefix cached: {timing_line(order_again.timing_ms)}")
 
 
 def show_completion(folder: Path, console: Console) -> None:
@@ -284,7 +289,7 @@ def fingerprint(data: Path | None) -> str:
     Raises:
         SchemaError: If the folder lacks one of the two files.
     """
-    digest = hashlib.sha256(f"{NUM_CODES} {MINUTES} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
+    digest = hashlib.sha256(f"{NUM_CODES} {EPOCHS} {RECOMMENDER} {RANKER} {LANGUAGE}".encode())
     package = Path(__file__).parents[1]
     sources = []
     for folder in ("bundle", "features", "models", "training"):

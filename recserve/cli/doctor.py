@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from recserve.extras import install_advice
 from recserve.service.finding import Finding
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def check_device() -> Finding:
         size = f"{properties.total_memory / 2**30:.0f} GiB"
         version = f"CUDA {torch.version.cuda}"
         if importlib.util.find_spec("triton") is None:
-            advice = "Triton is missing, so the plain kernels run: pip install 'recserve[gpu]'"
+            advice = f"Triton is missing, so the plain kernels run: {install_advice('gpu')}"
             return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
         return Finding("device", "ok", f"{properties.name}, {size}, {version}")
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from rich.console import Console
@@ -97,17 +97,22 @@ def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) 
 
 
 def _add_fields(table: Table, answer: RecommendResponse | RankResponse) -> None:
-    """Adds a column for each requested field."""
+    """Adds a column for each requested field but the title, which every table has."""
     for item in answer.items[:1]:
-        for name in () if item.fields is UNSET else item.fields:
+        for name in _shown_fields(item):
             table.add_column(Text(name), overflow="ellipsis")
 
 
 def _field_texts(item: RecommendedItem | RankedItem) -> list[Text]:
     """Returns the values of the requested fields; a list is divided by commas."""
-    values = [] if item.fields is UNSET else item.fields.values()
+    values = _shown_fields(item).values()
     texts = [", ".join(map(str, value)) if isinstance(value, list) else value for value in values]
     return [Text("" if text is None else str(text)) for text in texts]
+
+
+def _shown_fields(item: RecommendedItem | RankedItem) -> dict[str, Any]:
+    fields = {} if item.fields is UNSET else item.fields
+    return {name: value for name, value in fields.items() if name != "title"}
 
 
 def history_table(answer: HistoryResponse, title: Title) -> Table:

@@ -22,10 +22,8 @@ GROUP_TOKENS = 4096
 class VectorIndex(Protocol):
     """An index of the unit vectors of I items of one catalogue version.
 
-    It holds at least every item that a request may return. Strategies search it; features/vectors
-    implements it.
-
-    Implementations: features/vectors/vector_index.py, features/vectors/vector_index.py.
+    It holds at least every item that a request may return. Strategies search it;
+    features/vectors/vector_index.py has the implementations.
     """
 
     @property

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from recserve.files import from_stored
+
 # Largest sizes of a decoder. Larger ones would fail in an allocation, if not before.
 MOST = {
     "hidden_size": 1 << 24,
@@ -97,7 +99,9 @@ class DecoderConfig:
             fields, scaling = self.rope_scaling, None
             if "divisors" in fields:
                 scaling = RopeFactors(tuple(fields["divisors"]), fields["scale"])
-            object.__setattr__(self, "rope_scaling", scaling or RopeScaling(**fields))
+            object.__setattr__(
+                self, "rope_scaling", scaling or from_stored(RopeScaling, fields, "rope_scaling")
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -204,7 +208,7 @@ class RecommenderConfig:
                 f"recommender config has unknown keys {unknown}; known: {sorted(known)}"
             )
         try:
-            decoder = DecoderConfig(**values["decoder"])
+            decoder = from_stored(DecoderConfig, values["decoder"], "decoder")
             sizes = tuple(int(size) for size in values["codebook_sizes"])
         except KeyError as error:
             raise ValueError(f"recommender config lacks the key {error}") from None

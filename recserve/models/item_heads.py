@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, read_json_object, regular_file
+from recserve.files import UnreadableFile, from_stored, read_json_object, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
@@ -92,7 +92,7 @@ class Calibration:
         plans = {}
         for name, listed in values.items():
             width, k = map(int, name.split("/"))
-            plans[width, k] = tuple(DraftPlan(**plan) for plan in listed)
+            plans[width, k] = tuple(from_stored(DraftPlan, plan, "calibration") for plan in listed)
         return Calibration(plans)
 
 

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_json_object, regular_file, whole_file
+from recserve.files import from_stored, read_json_object, regular_file, whole_file
 from recserve.models.attention import Attend
 from recserve.models.config import NORM_EPS, check_number
 from recserve.models.decoder import Silu
@@ -329,7 +329,7 @@ def load_ranker(
     """
     folder = Path(directory)
     try:
-        config = RankerConfig(**read_json_object(folder / CONFIG_FILE))
+        config = from_stored(RankerConfig, read_json_object(folder / CONFIG_FILE), CONFIG_FILE)
         weights = load_file(regular_file(folder / WEIGHTS_FILE))
         check_shapes(Ranker, config, weights, folder / WEIGHTS_FILE)
         model = Ranker(config)

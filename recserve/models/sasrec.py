@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, read_json_object, regular_file
+from recserve.files import UnreadableFile, from_stored, read_json_object, regular_file
 from recserve.models.attention import DenseAttention
 from recserve.models.weight_check import check_finite, check_shapes
 from recserve.models.write_tensors import write_tensors
@@ -176,7 +176,7 @@ def load_sasrec(
     directory = Path(directory)
     try:
         values = read_json_object(directory / "config.json")
-        config = SasRecConfig(**values)
+        config = from_stored(SasRecConfig, values, "it")
     except (UnreadableFile, TypeError) as error:
         raise ValueError(
             f"{directory / 'config.json'} is not the config of a SASRec: {error}"

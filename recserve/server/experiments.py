@@ -36,6 +36,7 @@ from recserve.experiments.saved_counts import SavedCounts
 from recserve.experiments.settings import ArmFields, parse_experiments
 from recserve.experiments.tallies import ArmResult
 from recserve.experiments.team_draft import mark_teams, team_draft
+from recserve.extras import install_advice
 from recserve.features.state_files import EXPERIMENTS, default_experiments
 from recserve.schemas.experiments import Use
 from recserve.schemas.items import (
@@ -453,7 +454,8 @@ def _open_remote(arm: ServingArm) -> RemoteArm:
     try:
         from recserve.server.remote_arm import RemoteArm
     except ImportError:
-        message = f"experiments: arm {arm.label} has a url; pip install 'recserve[client]'"
+        advice = install_advice("client")
+        message = f"experiments: arm {arm.label} has a url, which needs httpx: {advice}"
         raise ConfigError(message) from None
     return RemoteArm(arm)
 

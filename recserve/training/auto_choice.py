@@ -54,6 +54,7 @@ class Candidate:
         ndcg: NDCG@10.
         behind: How far its NDCG@10 is behind the best candidate's, on the same users.
         ms: Median time of one request at a time, with its prefix cached; None if none was timed.
+        near: True if it is at most one standard error of the difference behind the best candidate.
     """
 
     strategy: str
@@ -61,6 +62,7 @@ class Candidate:
     ndcg: Figure
     behind: Figure
     ms: Figure | None
+    near: bool = False
 
     def __str__(self) -> str:
         time = "" if self.ms is None else f", {self.ms.value:.1f} ms"
@@ -86,7 +88,17 @@ class AutoChoice:
     candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
-        return f"{self.chosen} on {self.users} validation users; best: {self.candidates[0]}"
+        weights = sorted(
+            one.dense_weight
+            for one in self.candidates
+            if one.near and one.strategy == self.chosen.strategy
+        )
+        listed = ", ".join(f"{weight:g}" for weight in weights)
+        return (
+            f"{self.chosen} on {self.users} validation users; best: {self.candidates[0]}. "
+            f"At most one standard error of the difference behind it, on the same users: weights "
+            f"{listed}. The middle is taken, of two the larger"
+        )
 
 
 def choose_auto(
@@ -194,6 +206,8 @@ def _choose(
         difference = gains[best] - gains[one]
         behind = Figure(float(difference.mean()), *difference_interval(difference))
         found[one] = replace(candidate, behind=behind)
+    near = _near(gains)
+    found = [replace(one, near=number in near) for number, one in enumerate(found)]
     chosen = take(goal, found, gains)
     ordered = sorted(found, key=lambda one: -one.ndcg.value)
     return AutoChoice(goal, len(gains[0]), found[chosen], tuple(ordered))
@@ -223,7 +237,7 @@ def take(goal: Goal, found: Sequence[Candidate], gains: Sequence[NDArray[np.floa
     """
     best = max(gains, key=lambda gain: gain.mean())
     behind = [best - gain for gain in gains]
-    near = [n for n, one in enumerate(behind) if one.mean() <= one.std() / np.sqrt(len(one))]
+    near = _near(gains)
 
     def rank(one: int) -> float:
         ms = found[one].ms
@@ -233,6 +247,16 @@ def take(goal: Goal, found: Sequence[Candidate], gains: Sequence[NDArray[np.floa
     same = [one for one in near if found[one].strategy == strategy]
     same.sort(key=lambda one: found[one].dense_weight)
     return same[len(same) // 2]  # the upper one of two
+
+
+def _near(gains: Sequence[NDArray[np.float64]]) -> list[int]:
+    """Returns the candidates that are at most one standard error behind the best.
+
+    The error is that of the difference on the same users. It is smaller than that of each figure.
+    """
+    best = max(gains, key=lambda gain: gain.mean())
+    behind = [best - gain for gain in gains]
+    return [n for n, one in enumerate(behind) if one.mean() <= one.std() / np.sqrt(len(one))]
 
 
 def _candidates(answers: BundleSlates, strategies: Sequence[str] | None) -> list[tuple[str, float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -245,7 +246,7 @@ class Card:
             figures = [self.rows[label]["filtered"].groups[name][metric] for label in labels]
             places = [place - 0.4 + height * (number + 0.5) for place in range(len(labels))]
             _draw(parts, figures, places, height, name)
-        overall.set_yticks(range(len(labels)), labels, fontsize=8)
+        overall.set_yticks(range(len(labels)), [fill(label, 26) for label in labels], fontsize=8)
         parts.set_yticks(range(len(labels)), [""] * len(labels))
         for axes, title in (
             (overall, f"{self.split}, {self.users:,} users"),

@@ -31,7 +31,7 @@ def small(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setattr(demo, "SYNTHETIC", SyntheticOptions(500, 120, 12))
         patch.setattr(demo, "NUM_CODES", 16)
-        patch.setattr(demo, "MINUTES", {"recommender": 0.001, "ranker": 0.001, "llm": 0.001})
+        patch.setattr(demo, "EPOCHS", {"recommender": 1, "ranker": 1, "llm": 1})
         patch.setattr(demo, "SOURCES_BYTES", 200_000)
         patch.setattr(demo, "LANGUAGE", replace(demo.LANGUAGE, hidden_size=32, steps=5))
         patch.setattr(
@@ -61,13 +61,13 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
     out = capsys.readouterr().out
     for words in (
         "500 items, 120 users",
-        "recommender, about",
-        "ranker, about",
+        "recommender, 1 epoch",
+        "ranker, 1 epoch",
         "user user000000",
         "recommend: exact ",
         "rank: ranker",
-        "again, root cached",
-        "llm, about",
+        "again, prefix cached",
+        "llm, 1 epoch",
         "completion, drafted by suffix",
         demo.PROMPT,
         f"{demo.NUM_TOKENS} tokens in ",
@@ -75,7 +75,7 @@ def test_once_prints_a_slate_and_a_ranking_with_times(small, capsys):
         "asked again: the same text in ",
     ):
         assert words in out
-    assert out.index("recommend: exact ") < out.index("llm, about")
+    assert out.index("recommend: exact ") < out.index("llm, 1 epoch")
     assert out.count("item0") >= demo.SLATE_SIZE + demo.ROWS_SHOWN
     assert out.count(" ms (queue ") == 4
     (folder,) = (small / "recserve" / "demo").iterdir()

@@ -75,12 +75,28 @@ def test_a_command_names_the_missing_extra():
     assert lines[1::2] == ["status 1"] * len(commands)
     for line in lines[::2]:
         assert line.startswith("error: this command needs ")
-        assert line.endswith("pip install 'recserve[train]'")
+        assert line.endswith("-e '.[train]'")
 
 
-def test_scale_names_the_extra_ray():
-    hidden = "import sys\nsys.modules['ray'] = None\n"
-    done = run(hidden + COMMANDS, json.dumps([["scale", "--bundle", "none"]]))
+BENCH = ["bench", "http://127.0.0.1:9", "--users", "10"]
+NEEDED = [
+    ("ray", "ray", ["scale", "--bundle", "none"]),
+    ("aiohttp", "bench", BENCH),
+    ("httpx", "client", ["bundle", "load", "b", "--url", "http://127.0.0.1:9"]),
+]
+
+
+@pytest.mark.parametrize(("module", "extra", "command"), NEEDED)
+def test_a_command_names_what_to_install(module, extra, command):
+    hidden = f"import sys\nsys.modules[{module!r}] = None\n"
+    done = run(hidden + COMMANDS, json.dumps([command]))
     assert (done.returncode, done.stdout) == (0, "")
-    needs = "error: this command needs ray: pip install 'recserve[ray]'"
-    assert done.stderr.splitlines() == [needs, "status 1"]
+    line, status = done.stderr.splitlines()
+    assert line.startswith(f"error: this command needs {module}: ") and status == "status 1"
+    assert line.endswith(f"pip install -c constraints.txt -e '.[{extra}]'")
+
+
+def test_the_client_names_what_to_install():
+    done = run("sys.modules['httpx'] = None\nfrom recserve.client import Client\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("-e '.[client]'")

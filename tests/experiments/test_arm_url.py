@@ -79,7 +79,8 @@ def test_without_httpx_the_start_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "recserve.server.remote_arm", raising=False)
     with pytest.raises(ConfigError) as refused:
         start({})
-    assert str(refused.value) == ("experiments: arm e/b has a url; pip install 'recserve[client]'")
+    needs = "experiments: arm e/b has a url, which needs httpx: in a checkout, pip install "
+    assert str(refused.value) == f"{needs}-c constraints.txt -e '.[client]'"
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,17 @@ class CodeReport:
 
     def lines(self) -> list[str]:
         """Returns the report as lines for a terminal."""
-        lines = [
-            f"collisions: {self.collision_share:.1%} of the items share their codes, "
-            f"at most {self.largest_collision} on one tuple"
-        ]
-        for level, (used, perplexity) in enumerate(zip(self.used, self.perplexity, strict=True)):
-            lines.append(
-                f"level {level}: {used:.1%} of the codes in use, perplexity {perplexity:.1f}"
+        if not self.collision_share:
+            shared = "no two items share their codes"
+        else:
+            shared = (
+                f"{self.collision_share:.1%} of the items share their codes with others, at most "
+                f"{self.largest_collision} have the same; a last code tells them apart"
             )
-        return lines
+        return [f"semantic ids: {shared}"] + [
+            f"level {level}: {used:.1%} of the codes in use, as evenly as {even:.0f} equal ones"
+            for level, (used, even) in enumerate(zip(self.used, self.perplexity, strict=True))
+        ]
 
 
 @dataclass(frozen=True)

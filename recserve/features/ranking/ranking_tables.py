@@ -21,7 +21,7 @@ from recserve.features.tables.arrays import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.cooccurrence import neighbours
-from recserve.files import UnreadableFile, read_json_object, regular_file, whole_file
+from recserve.files import UnreadableFile, from_stored, read_json_object, regular_file, whole_file
 
 MAX_VECTOR_SIZE = 256
 FARTHEST = 1e6  # standard deviations; squares of much larger values overflow in the ranker
@@ -215,7 +215,7 @@ class RankingTables:
         try:
             values = read_json_object(folder / "features.json")
             lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-            settings = RankingSettings(**(values | lists))
+            settings = from_stored(RankingSettings, values | lists, "features.json")
             fitted = load_file(regular_file(folder / "features.safetensors"))
             arrays = tuple(fitted[name] for name in FITTED)
         except (OSError, TypeError, KeyError, UnreadableFile, SafetensorError) as error:

@@ -25,19 +25,19 @@ from recserve.kernels.tree import CANDIDATE, TokenTree
 class Keys:
     """Keys of the noise of B trees.
 
-    A node's own token has the position root length + depth. The token drawn at it has one more.
+    A node's own token has the position prefix length + depth. The token drawn at it has one more.
 
     Attributes:
         seeds: [B] int64 seed of each sequence.
-        root_lengths: [B] int64 number of root tokens of each tree.
+        prefix_lengths: [B] int64 number of prefix tokens of each tree.
     """
 
     seeds: Tensor
-    root_lengths: Tensor
+    prefix_lengths: Tensor
 
     def positions(self, tree: TokenTree) -> Tensor:
         """Returns the position [T] of the token that is drawn at each node."""
-        return self.root_lengths[tree.tree_ids()] + tree.depths + 1
+        return self.prefix_lengths[tree.tree_ids()] + tree.depths + 1
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def accept_drawn_reference(
     Source: Leviathan et al. 2023, section 2.3; SpecInfer, arXiv 2305.09781, section 4.3.
     """
     index, owners = torch.arange(tree.num_nodes, device=p.device), tree.tree_ids()
-    steps = step_keys(keys.root_lengths[owners] + 1, index - tree.offsets[owners])
+    steps = step_keys(keys.prefix_lengths[owners] + 1, index - tree.offsets[owners])
     coins = uniform(keys.seeds[owners], steps, 1)[:, 0]
     here = tree.offsets[:-1].clone()
     nodes = torch.full((tree.num_trees, max_depth + 1), -1, dtype=torch.int64, device=p.device)
@@ -223,7 +223,7 @@ def accept_drawn_reference(
         here[tree_id] = torch.where(accepted, child, here[tree_id])
         lengths[tree_id] += accepted.long()
         nodes[tree_id, lengths[tree_id]] = here[tree_id]
-    waited = exponential(keys.seeds, step_keys(keys.root_lengths + 1, lengths * 0), p.shape[1])
+    waited = exponential(keys.seeds, step_keys(keys.prefix_lengths + 1, lengths * 0), p.shape[1])
     return Walk(nodes, lengths, (left / waited).argmax(-1))
 
 

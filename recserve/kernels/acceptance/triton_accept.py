@@ -29,7 +29,7 @@ NONE = tl.constexpr(2**31 - 1)
 # slices that are sometimes aligned. They are not specialised, so one compiled kernel serves all.
 COUNTS = ["tiles_per_split", "num_splits", "max_depth"]
 TABLES = [
-    *("seeds", "root_lengths", "temperatures", "offsets", "positions", "trees"),
+    *("seeds", "prefix_lengths", "temperatures", "offsets", "positions", "trees"),
     *("tree_tokens", "tokens", "parents", "ends", "kinds", "rows", "nodes", "lengths", "bonus"),
 ]
 

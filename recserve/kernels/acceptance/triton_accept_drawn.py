@@ -44,7 +44,7 @@ def _drawn_from(q, rows, tokens, child, token, vocabulary, inside):
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def drawn_walk_kernel(
-    p, q, rows, residuals, tokens, ends, kinds, seeds, root_lengths, offsets,
+    p, q, rows, residuals, tokens, ends, kinds, seeds, prefix_lengths, offsets,
     nodes, lengths, refusals, totals, vocabulary, max_depth,
     TILE: tl.constexpr, HAS_KINDS: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def drawn_walk_kernel(
     """
     tree = tl.program_id(0).to(tl.int64)
     seed, first = tl.load(seeds + tree), tl.load(offsets + tree)
-    step = (tl.load(root_lengths + tree) + 1) << 32
+    step = (tl.load(prefix_lengths + tree) + 1) << 32
     out, residual = nodes + tree * (max_depth + 1), residuals + tree * vocabulary
     node = first
     tl.store(out, node)
@@ -113,7 +113,7 @@ def drawn_walk_kernel(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=TABLES)
 def bonus_kernel(
-    p, q, rows, residuals, tokens, seeds, root_lengths, nodes, lengths, refusals, totals,
+    p, q, rows, residuals, tokens, seeds, prefix_lengths, nodes, lengths, refusals, totals,
     values, choices, vocabulary, max_depth, tiles_per_split,
     LANES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +125,7 @@ def bonus_kernel(
     tree, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     trees, num_splits = tl.num_programs(0), tl.num_programs(1)
     node = tl.load(nodes + tree * (max_depth + 1) + tl.load(lengths + tree))
-    seed, position = tl.load(seeds + tree), (tl.load(root_lengths + tree) + 1) << 32
+    seed, position = tl.load(seeds + tree), (tl.load(prefix_lengths + tree) + 1) << 32
     refused, stored = tl.load(refusals + tree), tl.load(totals + tree)
     total = tl.where(stored > 0, stored, 1.0)
     source = tl.where(stored > 0, residuals + tree * vocabulary, p + node * vocabulary)
@@ -180,14 +180,14 @@ def accept_drawn(p: Tensor, q: DraftProbs, tree: TokenTree, keys: Keys, max_dept
     totals = torch.empty(trees, device=device)
     drawn_walk_kernel[(trees,)](
         p, drafted, q.rows, residuals, tree.tokens, tree.ends,
-        tree.kinds if has_kinds else tree.ends, keys.seeds, keys.root_lengths, tree.offsets,
+        tree.kinds if has_kinds else tree.ends, keys.seeds, keys.prefix_lengths, tree.offsets,
         walk.nodes, walk.lengths, refusals, totals, vocabulary, max_depth,
         TILE=TILE, HAS_KINDS=has_kinds, enable_fp_fusion=False,
     )  # fmt: skip
     values = torch.empty(2 * trees, splits, device=device)
     choices = torch.empty(2 * trees, splits, dtype=torch.int32, device=device)
     bonus_kernel[trees, splits](
-        p, drafted, q.rows, residuals, tree.tokens, keys.seeds, keys.root_lengths, walk.nodes,
+        p, drafted, q.rows, residuals, tree.tokens, keys.seeds, keys.prefix_lengths, walk.nodes,
         walk.lengths, refusals, totals, values, choices, vocabulary, max_depth, per_split,
         LANES=LANES, TILE=TILE, enable_fp_fusion=False,
     )  # fmt: skip

@@ -10,7 +10,7 @@ let application = null;
 
 function itemRow(item) {
   return element("li", {}, element("button", { type: "button", "data-item": item.item_id, click: () => application.go("browse", { item: item.item_id, user: "" }) },
-    element("span", { class: "title", text: item.title || item.item_id }), element("span", { class: "side-note", text: plural(item.popularity, "event") }),
+    element("span", { class: "title", text: item.title || item.item_id }), element("span", { class: "side-note", text: `popularity ${item.popularity.toLocaleString("en")}` }),
     element("span", { class: "under" }, element("code", { text: item.item_id }), ` ${categoryOf(item.item_id)}`)));
 }
 

@@ -50,16 +50,20 @@ export function lineChart(samples, lines, unit, minutes = 10) {
   axes(picture, most, [[LEFT, `${minutes} min ago`, ""], [WIDTH - RIGHT, "now", "end"]]);
   lines.forEach(([, read], number) => {
     let path = "";
-    let open = false;
+    let run = [];
+    const close = () => {
+      // A value between two gaps is a point, so that it can be seen.
+      if (run.length === 1) picture.append(svg("circle", { class: "point", cx: run[0][0], cy: run[0][1], r: 3 }));
+      else if (run.length) path += `M${run.map((place) => place.join(" ")).join("L")}`;
+      run = [];
+    };
     for (const sample of samples) {
       const value = read(sample);
       const x = LEFT + wide * (1 - (now - sample.at) / span);
-      if (Number.isFinite(value) && x >= LEFT) {
-        // A value between two gaps is a short line, so that it can be seen.
-        path += `${open ? "L" : "M"}${x.toFixed(1)} ${(TOP + high * (1 - value / most)).toFixed(1)}${open ? "" : "h.1"}`;
-        open = true;
-      } else open = false;
+      if (Number.isFinite(value) && x >= LEFT) run.push([x.toFixed(1), (TOP + high * (1 - value / most)).toFixed(1)]);
+      else close();
     }
+    close();
     if (path) picture.append(svg("path", { class: `line-${number}`, "stroke-linecap": "round", d: path }));
   });
   const keys = lines.length > 1 ? element("div", { class: "legend" }, ...lines.map(([name], number) => element("span", {}, element("i", { class: `line-key-${number}` }), name))) : null;

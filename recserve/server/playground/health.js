@@ -69,7 +69,7 @@ function showStats() {
     tell("Queue", count(sum("recserve_queue_depth")), "requests waiting"),
     tell("Running", count(sum("recserve_requests_running")), "requests in the engine"),
     tell("Prefix cache", tokens ? percent(hits / tokens) : "–", `${count(hits)} prefix tokens found`),
-    tell("KV pages", pages ? percent(used / pages) : "–", `${count(used)} of ${count(pages)} in use`),
+    tell("Cache memory", pages ? percent(used / pages) : "–", `${count(used)} of ${count(pages)} pages of cached histories and texts`),
     tell("Failed", count(sum("recserve_requests_failed_total")), "requests, all reasons"),
     ...(application.available.text ? [tell("Text", last ? count(last.speed) : "–", "tokens/s now")] : []));
 }

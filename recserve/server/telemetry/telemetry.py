@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from recserve.config import ConfigError, ServerConfig
+from recserve.extras import install_advice
 from recserve.metrics import Gauges
 from recserve.server.telemetry.logs import log_request
 from recserve.server.telemetry.traces import Tracing, open_tracing
@@ -86,4 +87,5 @@ def _tracing(config: ServerConfig) -> Tracing | None:
     try:
         return open_tracing(config.otlp_endpoint, config.otlp_sample_ratio)
     except ImportError as error:
-        raise ConfigError(f"otlp_endpoint: pip install 'recserve[otel]' first ({error})") from None
+        advice = install_advice("otel")
+        raise ConfigError(f"otlp_endpoint needs OpenTelemetry: {advice} ({error})") from None

@@ -1,7 +1,7 @@
 """Leave-one-out cases: user histories, each with the held-out item that follows.
 
 Users with at least three events take part. For `valid`, the history is all but the last two events;
-for `test`, all but the last. Nothing is sampled.
+for `test`, all but the last. `Cases.sample` draws users; the items are never sampled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rich.progress import track
 from recserve.features.tables.events import EventLog
 
 Ints = NDArray[np.int64]
+SAMPLE_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Cases:
         )
 
     def sample(self, size: int) -> Cases:
-        """Returns the same `size` cases on every call, or all cases if there are fewer."""
+        """Returns `size` random cases, the same on every call, or all cases if there are fewer."""
         if size >= len(self):
             return self
-        return self.take(np.sort(np.random.default_rng(0).permutation(len(self))[:size]))
+        return self.take(np.sort(np.random.default_rng(SAMPLE_SEED).permutation(len(self))[:size]))
 
     def groups(self, size: int) -> Iterator[Cases]:
         """Yields all cases in groups of `size`, each of which is a random sample."""
-        order = np.random.default_rng(0).permutation(len(self))
+        order = np.random.default_rng(SAMPLE_SEED).permutation(len(self))
         for first in range(0, len(order), size):
             yield self.take(np.sort(order[first : first + size]))
 

@@ -1,4 +1,4 @@
-"""Padded batches of the ranker: roots, their candidates and the attention mask."""
+"""Padded batches of the ranker: prefixes, their candidates and the attention mask."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from recserve.models.ranker import node_inputs
 
 @dataclass(frozen=True)
 class RankingBatch:
-    """B roots with their candidates, padded to N rows; candidates follow the root's padding.
+    """B prefixes with their candidates, padded to N rows; candidates follow the prefix's padding.
 
     Attributes:
         inputs: Columns [B, N].
         limits: [B, N] number of leading rows that each row sees, besides itself.
-        candidates: [M] positions of the candidates in the flattened [B * N], root after root.
+        candidates: [M] positions of the candidates in the flattened [B * N], prefix after prefix.
         labels: [M, 2] click and conversion.
     """
 
@@ -47,36 +47,36 @@ class RankingBatch:
 
 
 def pack(
-    roots: list[RankingPrefix],
+    prefixes: list[RankingPrefix],
     candidates: Columns,
     limits: np.ndarray,
     sizes: np.ndarray,
     labels: np.ndarray,
 ) -> RankingBatch:
-    """Pads B roots and their candidates into one batch.
+    """Pads B prefixes and their candidates into one batch.
 
     Args:
-        roots: The B roots.
-        candidates: Columns of M candidates, root after root.
-        limits: [M] number of root rows that each candidate sees.
-        sizes: [B] number of candidates of each root.
+        prefixes: The B prefixes.
+        candidates: Columns of M candidates, prefix after prefix.
+        limits: [M] number of prefix rows that each candidate sees.
+        sizes: [B] number of candidates of each prefix.
         labels: [M, 2] click and conversion.
     """
-    root_width, width = max(map(len, roots)), int(sizes.max())
-    shape = (len(roots), root_width + width)
+    prefix_width, width = max(map(len, prefixes)), int(sizes.max())
+    shape = (len(prefixes), prefix_width + width)
     owner = np.repeat(np.arange(sizes.size), sizes)
-    # Candidate c of a root goes to column root_width + c.
-    place = root_width + np.arange(owner.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    # Candidate c of a prefix goes to column prefix_width + c.
+    place = prefix_width + np.arange(owner.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     columns = {}
     for name, values in candidates.arrays().items():
         whole = np.zeros((*shape, *values.shape[1:]), dtype=values.dtype)
-        for row, root in zip(whole, roots, strict=True):
-            row[: len(root)] = getattr(root.columns, name)
+        for row, prefix in zip(whole, prefixes, strict=True):
+            row[: len(prefix)] = getattr(prefix.columns, name)
         whole[owner, place] = values
         columns[name] = whole
     seen = np.zeros(shape, dtype=np.int64)
-    for row, root in zip(seen, roots, strict=True):
-        row[: len(root)] = visible_rows(root)
+    for row, prefix in zip(seen, prefixes, strict=True):
+        row[: len(prefix)] = visible_rows(prefix)
     seen[owner, place] = limits
     return RankingBatch(
         node_inputs(columns),

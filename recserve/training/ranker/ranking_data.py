@@ -1,8 +1,8 @@
-"""Training and test data of the ranker: roots from user windows, with many candidates each.
+"""Training and test data of the ranker: prefixes from user windows, with many candidates each.
 
-A training root holds a window of a user's history. Up to `positives` events of its recent part
+A training prefix holds a window of a user's history. Up to `positives` events of its recent part
 become candidates, each at its own exposure time, with sampled items that the user never had. So one
-pass over a root serves many labels. No candidate sees itself or later events.
+pass over a prefix serves many labels. No candidate sees itself or later events.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POPULAR_POWER = 0.75
 
 @dataclass(frozen=True)
 class RootWindow:
-    """Events of a training root.
+    """Events of a training prefix.
 
     Attributes:
         user: Number of the user.
@@ -55,7 +55,7 @@ class BatchPlan:
     """Description of a batch.
 
     Attributes:
-        windows: The roots, whose users are all in one fold.
+        windows: The prefixes, whose users are all in one fold.
         fold: Number of that fold.
         key: Seed of the batch's random draws.
     """
@@ -80,11 +80,11 @@ class RankingData:
         seed: int,
         negatives: int = 4,
         positives: int = 16,
-        batch_roots: int = 64,
+        batch_prefixes: int = 64,
         fold_vectors: Sequence[np.ndarray] = (),
     ) -> None:
         self.train, self.tables, self.seed = train, tables, seed
-        self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
+        self.negatives, self.positives, self.batch_prefixes = negatives, positives, batch_prefixes
         self.sampler = NegativeSampler(train, tables)
         self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
 
@@ -101,9 +101,9 @@ class RankingData:
         folds = np.array([w.user % len(self.folds) for w in windows])
         order = np.lexsort((sizes, folds))
         batches = [
-            part[first : first + self.batch_roots]
+            part[first : first + self.batch_prefixes]
             for part in np.split(order, np.cumsum(np.bincount(folds))[:-1])
-            for first in range(0, part.size, self.batch_roots)
+            for first in range(0, part.size, self.batch_prefixes)
         ]
         return [
             BatchPlan(
@@ -124,23 +124,23 @@ class RankingData:
                     yield RootWindow(user, max(0, split - s.long_items), split, stop)
 
     def batch(self, plan: BatchPlan) -> RankingBatch:
-        """Returns roots, positives at their own exposure times, negatives, and their features."""
+        """Returns prefixes, positives at their own times, negatives, and their features."""
         draw = np.random.default_rng(plan.key)
-        roots, places, own = [], [], []
+        prefixes, places, own = [], [], []
         for window in plan.windows:
             events = EventColumns.of(self.train, window.user).slice(0, window.stop)
-            roots.append(window_columns(self.tables, events, window.start, window.split))
+            prefixes.append(window_columns(self.tables, events, window.start, window.split))
             size = window.stop - window.split
             chosen = draw.permutation(size)[: self.positives]
             places.append(np.sort(chosen) + window.split)
             own.append(np.full(chosen.size, window.user))
-        per_root = np.array([p.size for p in places])
+        per_prefix = np.array([p.size for p in places])
         where = self.train.offsets[np.concatenate(own)] + np.concatenate(places)
         positive = self.train.item_rows[where].astype(np.int64)
         negative = self.sampler.draw(np.concatenate(own), self.negatives, draw)
         rows = np.concatenate([positive[:, None], negative], axis=1)
         times = self.train.times[where]
-        limits, contexts, last = _contexts(roots, per_root, times)
+        limits, contexts, last = _contexts(prefixes, per_prefix, times)
 
         width = 1 + self.negatives
         own_values = np.full(rows.shape, np.nan, dtype=np.float32)
@@ -160,7 +160,7 @@ class RankingData:
         labels = np.zeros((*rows.shape, 2), dtype=np.float32)
         labels[:, 0, 0] = 1
         labels[:, 0, 1] = settings.is_conversion(self.train.types[where], self.train.values[where])
-        return pack(roots, columns, every_limit, per_root * width, labels.reshape(-1, 2))
+        return pack(prefixes, columns, every_limit, per_prefix * width, labels.reshape(-1, 2))
 
 
 class NegativeSampler:
@@ -237,7 +237,7 @@ def held_batches(
     users: np.ndarray,
     sampler: NegativeSampler,
     held: HeldOut,
-    batch_roots: int = 32,
+    batch_prefixes: int = 32,
 ) -> Iterator[RankingBatch]:
     """Yields batches that rank each user's held-out event against sampled items.
 
@@ -250,23 +250,23 @@ def held_batches(
         users: Numbers of users with more than `held.held_back` events.
         sampler: Source of the negatives.
         held: Which event is held out, and what it is ranked against.
-        batch_roots: Roots per batch.
+        batch_prefixes: Prefixes per batch.
     """
     held_back = held.held_back
     noise = np.random.default_rng((held.seed, held_back))
     order = users[np.argsort(log.lengths()[users], kind="stable")]
-    for first in range(0, order.size, batch_roots):
-        roots, parts, labels = [], [], []
-        chosen = order[first : first + batch_roots]
+    for first in range(0, order.size, batch_prefixes):
+        prefixes, parts, labels = [], [], []
+        chosen = order[first : first + batch_prefixes]
         drawn = sampler.draw(chosen, held.negatives, noise, held.popular_share)
         for user, others in zip(chosen.tolist(), drawn, strict=True):
             events = EventColumns.of(log, user)
             at = len(events) - held_back
-            root = prefix_columns(tables, events.slice(0, at))
+            prefix = prefix_columns(tables, events.slice(0, at))
             rows = np.concatenate([events.rows[at : at + 1], others])
             moment = np.full(rows.size, events.times[at]) if log.has_timestamps else None
-            roots.append(root)
-            parts.append(candidate_columns(tables, root, rows, moment))
+            prefixes.append(prefix)
+            parts.append(candidate_columns(tables, prefix, rows, moment))
             label = np.zeros((rows.size, 2), dtype=np.float32)
             event = events.slice(at, at + 1)
             label[0] = 1, tables.settings.is_conversion(event.types, event.values)[0]
@@ -279,20 +279,20 @@ def held_batches(
         )
         limits = np.concatenate([p.prefix_limits for p in parts])
         sizes = np.array([len(p.prefix_limits) for p in parts])
-        yield pack(roots, columns, limits, sizes, np.concatenate(labels))
+        yield pack(prefixes, columns, limits, sizes, np.concatenate(labels))
 
 
 def _contexts(
-    roots: list[RankingPrefix], per_root: np.ndarray, times: np.ndarray
+    prefixes: list[RankingPrefix], per_prefix: np.ndarray, times: np.ndarray
 ) -> tuple[np.ndarray, Contexts, np.ndarray]:
-    """Returns root limits [n], contexts, and last visible times [n] of n exposures in order."""
+    """Returns prefix limits [n], contexts, and last visible times [n] of n exposures in order."""
     limits, contexts, last = [], [], []
-    for root, moments in zip(roots, np.split(times, np.cumsum(per_root)[:-1]), strict=True):
-        recent = root.events.times[root.shared - 1 :]
-        limit = root.shared + np.searchsorted(recent, moments, side="left")
+    for prefix, moments in zip(prefixes, np.split(times, np.cumsum(per_prefix)[:-1]), strict=True):
+        recent = prefix.events.times[prefix.shared - 1 :]
+        limit = prefix.shared + np.searchsorted(recent, moments, side="left")
         limits.append(limit)
-        contexts.append(Contexts.of(root.events.rows, root.events.values, limit - 1))
-        last.append(root.events.times[(limit - 2).clip(min=0)])
+        contexts.append(Contexts.of(prefix.events.rows, prefix.events.values, limit - 1))
+        last.append(prefix.events.times[(limit - 2).clip(min=0)])
     return np.concatenate(limits), Contexts.cat(contexts), np.concatenate(last)
 
 

@@ -18,7 +18,7 @@ def plain_walk(tree, logits, keys, temperatures):
             path.append(node)
             row = logits[node].float()
             if temperatures[b] > 0:
-                position = keys.root_lengths[b : b + 1] + tree.depths[node] + 1
+                position = keys.prefix_lengths[b : b + 1] + tree.depths[node] + 1
                 row = (
                     row / temperatures[b]
                     + noise.gumbel(keys.seeds[b : b + 1], position, row.shape[0])[0]

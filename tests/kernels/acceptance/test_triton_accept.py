@@ -268,7 +268,7 @@ def test_probabilities_past_2_31_elements_are_addressed(seed, far, monkeypatch):
     tokens, ends, offsets = far_tree(tree, far)
     walk = triton_accept.empty_walk(1, 5, p.device)
     residuals, refusals, totals = poisoned(1, VOCABULARY), torch.tensor([0]), poisoned(1)
-    keyed, rows = (keys.seeds, keys.root_lengths), far(rows + SHIFT)
+    keyed, rows = (keys.seeds, keys.prefix_lengths), far(rows + SHIFT)
     triton_accept_drawn.drawn_walk_kernel[(1,)](
         far(p), far(q), rows, residuals, tokens, ends, ends, *keyed, offsets,
         walk.nodes, walk.lengths, refusals, totals, VOCABULARY, 5,

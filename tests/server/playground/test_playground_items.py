@@ -329,7 +329,7 @@ def test_health(page, client, users):
     page.until("document.querySelector('#charts .line-1')")
     page.until("document.getElementById('routes').innerText.includes('/v1/recommend')")
     text = page.run("document.getElementById('health').innerText")
-    for words in ("Queue", "Prefix cache", "KV pages", "p50", "p99", "attention", "10 min ago"):
+    for words in ("Queue", "Prefix cache", "Cache memory", "p50", "p99", "attention", "10 min ago"):
         assert words in text
     assert "[object" not in text
     for link, words in (("metrics", "recserve_"), ("openapi", '"openapi"'), ("version", "version")):
