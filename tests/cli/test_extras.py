@@ -78,17 +78,18 @@ def test_a_command_names_the_missing_extra():
         assert line.endswith("-e '.[train]'")
 
 
-BENCH = ["bench", "http://127.0.0.1:9", "--users", "10"]
+URL = "http://127.0.0.1:9"
 NEEDED = [
     ("ray", "ray", ["scale", "--bundle", "none"]),
-    ("aiohttp", "bench", BENCH),
-    ("httpx", "client", ["bundle", "load", "b", "--url", "http://127.0.0.1:9"]),
+    ("aiohttp", "bench", ["bench", URL, "--data", __file__]),
+    ("httpx", "client", ["bundle", "load", URL, "b"]),
 ]
 
 
 @pytest.mark.parametrize(("module", "extra", "command"), NEEDED)
 def test_a_command_names_what_to_install(module, extra, command):
-    hidden = f"import sys\nsys.modules[{module!r}] = None\n"
+    hidden = "for name in ('matplotlib', 'scipy', 'sklearn'):\n    del sys.modules[name]\n"
+    hidden += f"sys.modules[{module!r}] = None\n"
     done = run(hidden + COMMANDS, json.dumps([command]))
     assert (done.returncode, done.stdout) == (0, "")
     line, status = done.stderr.splitlines()
