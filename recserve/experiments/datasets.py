@@ -157,16 +157,20 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
 
 def _json_rows(path: Path) -> Iterable[Mapping[str, Any]]:
     raw = path.read_bytes()
+    place = ""
     try:
         if raw.lstrip()[:1] == b"[":
             return msgspec.json.decode(raw, type=list[dict[str, Any]])
-        return [
-            msgspec.json.decode(line, type=dict[str, Any])
-            for line in raw.split(b"\n")
-            if line.strip()
-        ]
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: neither JSON lines nor a list of objects ({error})") from None
+        rows = []
+        for number, line in enumerate(raw.split(b"\n"), 1):
+            if line.strip():
+                place = f", line {number}"
+                rows.append(msgspec.json.decode(line, type=dict[str, Any]))
+        return rows
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}{place}: neither JSON lines nor a list of objects ({error})"
+        ) from None
 
 
 def _prompt(row: Mapping[str, Any], path: Path, number: int) -> Sample:

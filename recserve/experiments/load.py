@@ -310,12 +310,27 @@ def _trace_times(path: Path) -> Times:
         column = _time_column(names, path)
         values = pq.read_table(path, columns=[column])[column].to_pylist()
         return _seconds(values, column)
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    if lines and not lines[0].lstrip().startswith(b"{"):
-        return np.array([float(line) for line in lines])
-    rows = [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
-    column = _time_column(list(rows[0]) if rows else [], path)
-    return _seconds([row[column] for row in rows], column)
+    numbered = enumerate(path.read_bytes().split(b"\n"), 1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    is_json = bool(lines) and lines[0][1].lstrip().startswith(b"{")
+    column, values = "", []
+    for number, line in lines:
+        try:
+            if not is_json:
+                values.append(float(line))
+                continue
+            row = msgspec.json.decode(line, type=dict[str, Any])
+            column = column or _time_column(list(row), path)
+            values.append(row[column])
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+            wanted = f"a JSON object with {column or 'a time'}"
+            raise ValueError(f"{path}, line {number}: expected {wanted}") from None
+        except ValueError as error:
+            if is_json:
+                raise
+            shown = ascii(line[:40])[1:]
+            raise ValueError(f"{path}, line {number}: expected a number, got {shown}") from error
+    return _seconds(values, column) if is_json else np.array(values)
 
 
 def _time_column(names: list[str], path: Path) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer
 
 from recserve.batch.generate import Defaults, Generator
 from recserve.batch.job import Job, check
@@ -21,6 +22,7 @@ from recserve.batch.prompt_columns import PROMPT_COLUMNS, check_prompts
 from recserve.batch.rows import read_rows
 from recserve.batch.source import partitions, read, scan
 from recserve.bundle.building import BuildOptions
+from recserve.cli.flags import column_names
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.items import read_items
 from recserve.features.tables.parquet import BadRowError, SchemaError
@@ -372,6 +374,12 @@ def test_columns_are_named_for_every_file(tmp_path, suffix):
 def test_names_that_cannot_be_are_refused(tmp_path, columns, message):
     with pytest.raises(ValueError, match=message):
         BuildOptions(tmp_path / "i", tmp_path / "e", tmp_path / "o", columns=columns)
+
+
+@pytest.mark.parametrize("values", [["a=b", "a=c"], ["item_id"], ["=x"], ["item_id="]], ids=str)
+def test_flags_that_name_no_column_or_one_twice_are_refused(values):
+    with pytest.raises(typer.BadParameter, match="given twice|expected OURS=THEIRS"):
+        column_names(values)
 
 
 NESTED = [[["Kitchen", "Pots"], ["Gifts"]], [["Kitchen"]]]

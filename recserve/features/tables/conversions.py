@@ -146,6 +146,14 @@ def convert_positions(values: pa.ChunkedArray) -> tuple[Times, str]:
         kind = values.type
         values = pa.chunked_array([_whole_floats(values, "integer").cast(pa.int64())])
         note = f"whole numbers of type {kind} read as integers"
+    elif pa.types.is_decimal(values.type):
+        kind = values.type
+        digits = [None if v is None else int(_digits(v, "integer")) for v in values.to_pylist()]
+        beyond = next((n for n in digits if n is not None and not -(2**63) <= n < 2**63), None)
+        if beyond is not None:
+            raise SchemaError(f"has {beyond}; expected integers of 64 bits with a sign")
+        values = pa.chunked_array([pa.array(digits, pa.int64())])
+        note = f"{kind} read as integers"
     elif pa.types.is_null(values.type):
         values = values.cast(pa.int64())
     elif not pa.types.is_integer(values.type):
@@ -345,9 +353,9 @@ def _whole_floats(values: pa.ChunkedArray, expected: str) -> pa.Array:
     return _cast(pa.chunked_array([pa.array(whole, mask=null)]), pa.large_string())
 
 
-def _digits(value: Any) -> str:
+def _digits(value: Any, expected: str = "string or integer") -> str:
     if value != int(value):
-        raise SchemaError(f"holds {value}; expected string or integer")
+        raise SchemaError(f"holds {value}; expected {expected}")
     return str(int(value))
 
 

@@ -353,6 +353,11 @@ def _convert_categories(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
     kind = values.type
     if is_list(kind) and (is_text(kind.value_type) or pa.types.is_null(kind.value_type)):
         return pc.cast(values, PATHS).combine_chunks(), ""
+    if is_list(kind) and kind.value_type in (pa.binary(), pa.large_binary()):
+        try:
+            return pc.cast(values, PATHS).combine_chunks(), "bytes read as UTF-8"
+        except pa.ArrowException:
+            raise SchemaError(f"is {kind} and not UTF-8; expected list<string>") from None
     if is_text(kind):
         raise SchemaError(
             f"is {kind}; expected list<string>; divide the text with {split_flag(values)}"

@@ -54,7 +54,8 @@ def check_width(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ValueError(f"column {name} appears more than once")
+            shown = f"column {name}" if name.strip() else "a column without a name"
+            raise ValueError(f"{shown} appears more than once")
         seen.add(name)
     if len(seen) > MAX_COLUMNS:
         raise ValueError(TOO_WIDE)

@@ -126,8 +126,13 @@ def read_csv(path: Path, rename: Rename) -> Content:
                 raise
             table = _read_ragged(path, parse, texts, ragged)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        reason = f" ({error})"
+        if isinstance(error, UnicodeDecodeError):
+            reason = ": the header has other bytes"
+        elif "Empty CSV file" in reason:
+            reason = ": it has no rows; expected a header and at least one row"
         raise SchemaError(
-            f"{path}: not a readable CSV file in UTF-8 ({error}){_encoding_hint(path)}"
+            f"{path}: not a readable CSV file in UTF-8{reason}{_encoding_hint(path)}"
         ) from error
     except ValueError as error:
         raise SchemaError(f"{path}: {error}") from None
@@ -317,6 +322,7 @@ def _decimals(values: Sequence[Decimal | None], wide: object) -> tuple[pa.Chunke
         values: The numbers.
         wide: A number that a double would round.
     """
+    shown = str(wide) if len(str(wide)) <= 80 else f"{str(wide)[:40]}..."
     numbers = [value for value in values if value is not None]
     exponents = [value.as_tuple().exponent for value in numbers]
     if all(isinstance(exponent, int) for exponent in exponents):  # neither NaN nor infinity
@@ -324,9 +330,9 @@ def _decimals(values: Sequence[Decimal | None], wide: object) -> tuple[pa.Chunke
         size = scale + max(value.adjusted() + 1 for value in numbers if value)
         if size <= MAX_DIGITS:
             kind = (pa.decimal128 if size <= 38 else pa.decimal256)(size, scale)
-            return pa.chunked_array([pa.array(values, kind)]), f"exact: doubles would round {wide}"
+            return pa.chunked_array([pa.array(values, kind)]), f"exact: doubles would round {shown}"
     rounded = [None if value is None else float(value) for value in values]
-    return pa.chunked_array([pa.array(rounded)]), f"doubles, which round {wide}"
+    return pa.chunked_array([pa.array(rounded)]), f"doubles, which round {shown}"
 
 
 def read_lines(path: Path, rename: Rename) -> Content:
@@ -417,7 +423,7 @@ def _json_object(path: Path, number: int, text: str, is_wide: bool) -> dict[str,
         row = json.loads(text, parse_float=_number) if is_wide else json.loads(text)
     except json.JSONDecodeError as error:
         part = ascii(text[error.pos : error.pos + 30].rstrip())
-        reason = f"not JSON from character {error.pos + 1} on: {part}"
+        reason = f"not JSON from character {error.pos + 1} on: {part}{_encoding_hint(path)}"
     except RecursionError:
         reason = "not JSON that can be read: it is nested too deep"
     except ValueError:
@@ -494,9 +500,10 @@ def _column(
     row = _first_misfit(values)
     before = pa.array(values[:row]).type
     shown = json.dumps(values[row], default=str)[:60]
+    hint = "; a list or object holds no integer beyond 2**53 beside a fraction" if wide else ""
     raise SchemaError(
         f" has values of several types: line {lines[row]} has {shown}, "
-        f"and the lines before it are {before}"
+        f"and the lines before it are {before}{hint}"
     )
 
 
