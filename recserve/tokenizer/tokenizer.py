@@ -153,6 +153,7 @@ class TextTokenizer:
         """A copy without post-processing, which can leave spaces out of a token's place."""
         copy = Tokenizer.from_str(self.tokenizer.to_str())
         copy.post_processor = None
+        copy.encode_special_tokens = self.tokenizer.encode_special_tokens
         return copy
 
     def min_tokens(self, text: str) -> int:

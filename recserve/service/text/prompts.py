@@ -42,7 +42,7 @@ class Prompt:
     Attributes:
         param: Field of the request that gave it, for errors.
         tokens: At least one token id.
-        text: Text of the prompt, as `echo` returns it.
+        text: Text of the prompt, as `echo` returns it. Empty for tokens without `echo`.
         encoded: True if the request gave the text, False if it gave the tokens.
     """
 
@@ -232,7 +232,10 @@ def _completion_prompts(body: CompletionRequest, model: TextModel) -> list[Promp
     if len(parts) * (body.n or 1) > MAX_CHOICES:
         given_texts = f"{len(parts)} prompts with n = {body.n or 1}"
         raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {given_texts}")
-    return [_prompt(param, part, body.add_special_tokens, model) for param, part in parts.items()]
+    return [
+        _prompt(param, part, body.add_special_tokens, model, body.echo)
+        for param, part in parts.items()
+    ]
 
 
 def name_texts(
@@ -329,13 +332,15 @@ def _sampling(
     return params
 
 
-def _prompt(param: str, given: str | list[int], special: bool, model: TextModel) -> Prompt:
+def _prompt(
+    param: str, given: str | list[int], special: bool, model: TextModel, echo: bool | None = False
+) -> Prompt:
     if isinstance(given, str):
         check_length(param, given, model)
         prompt = Prompt(param, model.tokenizer.encode(given, special), given, True)
     else:
         check_tokens(param, given, model)
-        prompt = Prompt(param, given, model.tokenizer.decode(given), False)
+        prompt = Prompt(param, given, model.tokenizer.decode(given) if echo else "", False)
     if not prompt.tokens:
         raise InvalidRequest(param, "is empty; this model needs at least one token to continue")
     return prompt

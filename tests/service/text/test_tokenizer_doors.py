@@ -60,8 +60,11 @@ def test_completions(both):
         before = theirs.decode(prompt, skip_special_tokens=True)
         assert again == tokens and plain == streamed == echoed.removeprefix(before)
         given = draw_text(random) + "x"
-        body = CompletionRequest(prompt=given, echo=True, max_tokens=0)
-        assert write(text.begin_completion, body)[0] == given
+        body = CompletionRequest(prompt=given, echo=True, max_tokens=0, logprobs=0)
+        (choice,) = text.begin_completion(body).wait().choices
+        found = choice.logprobs
+        assert choice.text == given and found.text_offset == sorted(found.text_offset)
+        assert len(found.tokens) == len(theirs.encode(given))
 
 
 def test_tokens_and_back(both):
