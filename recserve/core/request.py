@@ -91,6 +91,7 @@ class SlateQuery:
         caps: Limits on the items of each group, applied greedily from the best down. If a search
             finds too few items under the caps, it is repeated without the items of full groups.
         explain: Whether the slate comes with the tree of its search. The slate is the same.
+        log_probs: Whether the slate comes with the log-probabilities of its items.
     """
 
     prefix: Prefix
@@ -107,6 +108,7 @@ class SlateQuery:
     outcome: np.ndarray | None = None
     caps: tuple[Cap, ...] = ()
     explain: bool = False
+    log_probs: bool = False
 
     @property
     def width(self) -> int:
@@ -275,6 +277,8 @@ class Slate:
         rounds: Tree forwards of all searches.
         timing: Time and work of the request.
         tree: The scored prefixes. None without `explain`, and for searches that score no prefixes.
+        log_probs: [k] float32 log-probability of each item's semantic id under the target, without
+            a dense head. None unless the query wants it, and where the target scored no items.
     """
 
     rows: np.ndarray
@@ -283,6 +287,7 @@ class Slate:
     rounds: int
     timing: Timing = field(default_factory=Timing)
     tree: SlateTree | None = None
+    log_probs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -293,11 +298,13 @@ class Continuation:
         request: The same request, open only to items that can be added to the chosen ones.
         rows: [n] int64 items chosen by this search and those before it.
         scores: [n] float32 scores of `rows`.
+        log_probs: [n] float32, as in `Slate`.
     """
 
     request: SlateQuery
     rows: np.ndarray
     scores: np.ndarray
+    log_probs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from recserve.bounds import (
     MAX_CATEGORIES,
@@ -304,8 +304,9 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     """One item of a slate.
 
     Attributes:
-        score: Sum of log-probabilities over the levels. `rpg` gives their mean, and `dense` a
-            scaled cosine. None if `source` is not `model`.
+        score: A number for ordering, comparable within one answer. Without a dense head it is the
+            sum of log-probabilities over the levels; `rpg` gives their mean, and `dense` a scaled
+            cosine. None if `source` is not `model`.
         team: Arm that chose the item, in an interleaved slate only.
         fields: Values of the requested fields; null where the item has none.
     """
@@ -317,6 +318,17 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     semantic_id: list[int] | UnsetType = UNSET
     team: str | UnsetType = UNSET
     fields: dict[str, Any] | UnsetType = UNSET
+
+
+class LoggedItem(RecommendedItem, frozen=True, kw_only=True, gc=False):
+    """An item on its way to the slate log.
+
+    Attributes:
+        log_prob: Log-probability of the item's semantic id under the target model, without the
+            dense head and its bonus. None where the strategy did not compute it.
+    """
+
+    log_prob: float | None
 
 
 class RecommendResponse(Envelope, frozen=True, kw_only=True):
@@ -333,6 +345,15 @@ class RecommendResponse(Envelope, frozen=True, kw_only=True):
     dense_weight: float | UnsetType = UNSET
     filter_hints: list[str] | UnsetType = UNSET
     explanation: Explanation | UnsetType = UNSET
+
+
+def without_log_probs(answer: RecommendResponse) -> RecommendResponse:
+    """Returns an answer with plain items."""
+    if not any(isinstance(item, LoggedItem) for item in answer.items):
+        return answer
+    names = RecommendedItem.__struct_fields__
+    plain = [RecommendedItem(**{n: getattr(item, n) for n in names}) for item in answer.items]
+    return structs.replace(answer, items=plain)
 
 
 class RankedItem(Struct, frozen=True, gc=False):

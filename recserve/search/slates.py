@@ -35,6 +35,13 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
     """
     beams = search.beams
     rows, scores = search.trie.items_of_leaves(beams.nodes), beams.log_probs
+    log_probs: np.ndarray | None = None
+    if exact and any(request.log_probs for request in search.requests):
+        scored = search.dense_candidates
+        parts = (
+            [scores] if scored is None or scored.log_probs is None else [scores, scored.log_probs]
+        )
+        log_probs = torch.cat(parts, dim=1).cpu().numpy()
     if (candidates := search.dense_candidates) is not None:
         rows, alive = rows.long(), beams.alive()
         scores = scores + candidates.weights * candidates.dense.gather(1, rows)
@@ -62,7 +69,13 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
         places = order[b, : np.count_nonzero(alive_read[b])]
         found = rows_read[b, places], scores_read[b, places]
         answers.append(
-            slate_under_caps(sequence, *found, complete=bool(num_alive[b] < width), exact=exact)
+            slate_under_caps(
+                sequence,
+                *found,
+                complete=bool(num_alive[b] < width),
+                exact=exact,
+                log_probs=None if log_probs is None else log_probs[b, places],
+            )
         )
     return answers
 
@@ -74,6 +87,7 @@ def slate_under_caps(
     complete: bool,
     exact: bool,
     ranked: bool = True,
+    log_probs: np.ndarray | None = None,
 ) -> Slate | Continuation:
     """Returns the k best items under the caps, including those that earlier searches chose.
 
@@ -85,6 +99,7 @@ def slate_under_caps(
         exact: Whether the search equals full beam search.
         ranked: Whether the slate is sorted by score, then by item row. Otherwise items stay in the
             order in which they were chosen.
+        log_probs: [n] log-probabilities of the items under the target; None if it gave none.
 
     Returns:
         The slate, or the next search if the caps left too few items.
@@ -94,19 +109,24 @@ def slate_under_caps(
     rows = with_chosen(sequence, rows)
     if before is not None:
         scores = np.concatenate([before.scores, scores])
+        if log_probs is not None and before.log_probs is not None:
+            log_probs = np.concatenate([before.log_probs, log_probs])
     places = first_k(rows, request.caps, request.k)
     rows, scores = rows[places].astype(np.int64), scores[places]
+    log_probs = log_probs[places] if log_probs is not None and request.log_probs else None
     if request.caps and rows.size < request.k and not complete:
         open_ = still_open(rows, request.caps, request.allowed, request.trie.num_rows)
         if request.excluded is not None:
             open_[request.excluded] = False
         if open_.any():
             allowed = AllowedItems.of(open_)
-            return Continuation(replace(request, allowed=allowed, excluded=None), rows, scores)
+            again = replace(request, allowed=allowed, excluded=None)
+            return Continuation(again, rows, scores, log_probs)
     if ranked and before is not None:
         order = np.lexsort((rows, -scores))
         rows, scores = rows[order], scores[order]
-    return Slate(rows, scores, exact, sequence.rounds, sequence.timing)
+        log_probs = None if log_probs is None else log_probs[order]
+    return Slate(rows, scores, exact, sequence.rounds, sequence.timing, log_probs=log_probs)
 
 
 def with_chosen(sequence: SearchSequence, rows: np.ndarray) -> np.ndarray:

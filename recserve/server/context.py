@@ -34,6 +34,7 @@ from recserve.schemas.items import (
     RankResponse,
     RecommendRequest,
     RecommendResponse,
+    without_log_probs,
 )
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS, TextRequest
 from recserve.schemas.validation import validation_error
@@ -123,11 +124,19 @@ class AppState:
     threads: Threads = field(default_factory=Threads)
     inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
 
-    def log_slate(self, body: RecommendRequest, answer: RecommendResponse, signer: Signer) -> None:
-        """Logs a slate that is about to be returned, if slates are logged."""
-        if self.slate_log is not None:
-            user = None if body.user is None else body.user.id
-            self.slate_log.slate(user, answer, signer)
+    def log_slate(
+        self, body: RecommendRequest, answer: RecommendResponse, signer: Signer
+    ) -> RecommendResponse:
+        """Logs a slate that is about to be returned, if slates are logged.
+
+        Returns:
+            The answer as it is returned, without what is for the log only.
+        """
+        if self.slate_log is None:
+            return answer
+        user = None if body.user is None else body.user.id
+        self.slate_log.slate(user, answer, signer)
+        return without_log_probs(answer)
 
 
 class RequestContext:

@@ -99,5 +99,6 @@ class ServiceLoader:
             history_timeout_ms=config.history_timeout_ms,
             event_types=config.event_types,
             event_kinds=config.event_kinds,
+            log_probs=config.slate_log is not None,
             popular_half_life_s=config.popular_half_life_s,
         )

@@ -32,6 +32,7 @@ class ServiceOptions:
             fail.
         event_types: Names of event types beside the built-in ones and those of the bundle.
         event_kinds: Kinds of event types, before those that the bundle was built with.
+        log_probs: Whether the items of answers have their log-probability, for a slate log.
         popular_half_life_s: Time in seconds after which an event counts half in the list `popular`.
     """
 
@@ -45,6 +46,7 @@ class ServiceOptions:
     history_timeout_ms: int | None = None
     event_types: tuple[str, ...] = ()
     event_kinds: EventKinds = EventKinds()
+    log_probs: bool = False
     popular_half_life_s: float = HALF_LIFE_S
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, meet_quota, still_open
@@ -18,6 +18,7 @@ from recserve.features.catalog.filters import FilterError
 from recserve.schemas.explanation import Explanation
 from recserve.schemas.items import (
     InvalidRequest,
+    LoggedItem,
     MissingField,
     Quota,
     RecommendedItem,
@@ -73,6 +74,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         dense_weight: float,
         outcomes: tuple[str, ...],
         auto: Mapping[str, AutoSetting],
+        log_probs: bool = False,
     ) -> None:
         """Connects the parts that a recommend request needs.
 
@@ -84,6 +86,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             dense_weight: Weight of the dense head for requests that do not set one.
             outcomes: Names of the outcomes that the retriever was trained on.
             auto: What validation chose for `auto`, by column; empty without a calibration.
+            log_probs: Whether the items of answers are `LoggedItem`.
         """
         super().__init__(engine, catalog, histories)
         self.prefixes = prefixes
@@ -92,6 +95,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self.outcomes = outcomes
         self.chooser = StrategyChooser(engine.selectable)
         self.illegal_items = 0
+        self._log_probs = log_probs
         self._envelope = envelope
 
     def check_model(self) -> None:
@@ -167,6 +171,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             allowed=builder.allowed,
             caps=builder.caps,
             explain=body.explain,
+            log_probs=self._log_probs,
             deadline_s=call.deadline_s,
         )
         queries = [query]
@@ -295,8 +300,11 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             degraded = [*degraded, "fewer_than_k"]
         if slate is not None and filled.size and not rows.size:
             degraded = [*degraded, "no_model_items"]
+        items = builder.items(rows, scores, filled)
+        if self._log_probs:
+            items = _with_log_probs(items, np.concatenate([rows, filled]), results)
         return RecommendResponse(
-            items=builder.items(rows, scores, filled),
+            items=items,
             strategy=strategy,
             # An exact search returns fewer than k items only if no other item is allowed. Then no
             # popular item can fill the slate either.
@@ -560,6 +568,20 @@ class SlateBuilder:
             return UNSET
         codes: list[int] = self.snapshot.items.codes[row].tolist()
         return codes
+
+
+def _with_log_probs(
+    items: Sequence[RecommendedItem], rows: np.ndarray, results: Sequence[Slate]
+) -> list[RecommendedItem]:
+    """Returns the items, of rows [n], with their log-probabilities from the results."""
+    known: dict[int, float] = {}
+    for result in results:
+        if result.log_probs is not None:
+            known |= zip(result.rows.tolist(), result.log_probs.tolist(), strict=True)
+    return [
+        LoggedItem(**structs.asdict(item), log_prob=None if item.score is None else known.get(row))
+        for item, row in zip(items, rows.tolist(), strict=True)
+    ]
 
 
 def _outcome_strategy() -> str:

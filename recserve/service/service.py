@@ -210,6 +210,7 @@ class Service:
                 dense_weight=float(settings.get("dense_weight", 0.0)),
                 outcomes=() if retriever is None else retriever.config.outcomes,
                 auto=read_auto(settings),
+                log_probs=options.log_probs,
             )
             ranker = None
             if scorers := _make_scorers(networks, item_prefixes, ranker_prefixes):

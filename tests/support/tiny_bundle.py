@@ -43,6 +43,17 @@ def _original(ranker: bool, recommender: bool) -> Path:
     return shared_folder("-".join(["bundle", *parts]), make)
 
 
+def every_strategy_bundle() -> Path:
+    """Returns one bundle with all models and heads for all tests; it must not be changed."""
+
+    def make(folder: Path) -> None:
+        files = write_synthetic(folder / "data", SyntheticOptions(NUM_ITEMS, NUM_USERS, 12, seed=3))
+        built(files, folder / "bundle")
+        with_models(folder / "bundle", every_strategy=True)
+
+    return shared_folder("bundle-every-strategy", make) / "bundle"
+
+
 def built(files: SyntheticFiles, out: Path, seed: int = 0) -> None:
     """Builds a bundle without models."""
     options = BuildOptions(

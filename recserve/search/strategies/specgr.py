@@ -366,7 +366,13 @@ def slates(search: BeamSearch, verified: VerifiedItems) -> list[Slate | Continua
         complete = num_alive[b] < request_of(sequence, SlateQuery).width
         answers.append(
             slate_under_caps(
-                sequence, mine.rows, mine.log_probs, complete, exact=False, ranked=False
+                sequence,
+                mine.rows,
+                mine.log_probs,
+                complete,
+                exact=False,
+                ranked=False,
+                log_probs=mine.log_probs,
             )
         )
     return answers

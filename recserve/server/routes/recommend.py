@@ -19,5 +19,4 @@ async def recommend(context: RequestContext, body: RecommendRequest) -> Recommen
     service = context.service
     answer = await context.state.answer_items(context, service.recommender.begin, body)
     context.state.metrics.rounds.observe(answer.rounds)
-    context.state.log_slate(body, answer, service.signer)
-    return answer
+    return context.state.log_slate(body, answer, service.signer)

@@ -25,6 +25,7 @@ SHOWN = pa.struct(
         ("score", pa.float32()),
         ("source", pa.string()),
         ("team", pa.string()),
+        ("log_prob", pa.float32()),
     ]
 )
 SLATES = pa.schema(
@@ -97,6 +98,7 @@ class SlateRecord:
                     "score": item.score,
                     "source": item.source,
                     "team": getattr(item, "team", None) or None,
+                    "log_prob": getattr(item, "log_prob", None),
                 }
                 for item in answer.items
             ],

@@ -26,8 +26,7 @@ from recserve.service import Service, ServiceOptions
 from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.partial_stores import MemoryStore
-from tests.support.shared_folders import shared_folder
-from tests.support.tiny_bundle import built, with_models
+from tests.support.tiny_bundle import built, every_strategy_bundle
 
 NEGATIVE = ("hide", "dislike", "skip", "not_interested", "return of goods")
 READ = ("view", "impression")
@@ -70,14 +69,6 @@ def draw_events(draw, items, count):
         value = {"value": draw.choice(VALUES[kind])} if kind in VALUES else {}
         events.append(event | value | {"timestamp": int(time.time()) - 60 + number})
     return events
-
-
-def bundle_of_all():
-    def make(folder):
-        built(write_synthetic(folder / "data", SyntheticOptions(500, 40, 12, seed=3)), folder / "b")
-        with_models(folder / "b", every_strategy=True)
-
-    return shared_folder("bundle-of-all-strategies", make) / "b"
 
 
 def ask(door, service, client, body):
@@ -130,7 +121,7 @@ def test_a_slate_is_that_of_a_user_with_the_wanted_events(
     options = ServiceOptions(
         journal=tmp_path / "items", event_types=("not_interested", "impression"), event_kinds=OWN
     )
-    service = Service.open(bundle_of_all(), url, "cpu", options)
+    service = Service.open(every_strategy_bundle(), url, "cpu", options)
     items = service.samples(1, 20)["items"]
     before = {item: service.item(item).popularity for item in items}
     counts = Counter()
@@ -167,7 +158,7 @@ def test_a_slate_is_that_of_a_user_with_the_wanted_events(
 
 def test_the_newest_event_decides_and_removing_it_restores(tmp_path):
     """Hide, like, hide, and then each of them is removed."""
-    with Service.open(bundle_of_all(), f"lmdb:{tmp_path}/store", "cpu") as service:
+    with Service.open(every_strategy_bundle(), f"lmdb:{tmp_path}/store", "cpu") as service:
         first, second = service.samples(1, 2)["items"]
 
         def send(kind, event_id, **fields):
