@@ -11,7 +11,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from recserve.tokenizer.token_bytes import Spelling, clean_up
+from recserve.tokenizer.token_bytes import Spelling, clean_up, spelled
 
 MAX_HELD = 16  # bytes of complete characters
 _WORD_BORDER = re.compile(r"(?<=[^ ']) (?=[^ '])")
@@ -159,6 +159,20 @@ class Detokenizer:
     def stopped(self) -> bool:
         """Whether a stop string ended the text."""
         return self._matcher.found is not None
+
+    def prime(self, tokens: Sequence[int]) -> str:
+        """Begins with a character that tokens before the text leave open, see `num_open`.
+
+        Returns:
+            Text of these tokens before that character.
+        """
+        written = b"".join(spelled(self._table, token) for token in tokens)
+        if written:
+            self._first = None
+        if not self._bytes.isdisjoint(tokens):
+            self._run += written
+            return ""
+        return self._utf8.decode(written)
 
     def push(self, token: int) -> str:
         """Returns the text that can be shown after one more token."""

@@ -11,6 +11,7 @@ tokenizer.json says how tokens are joined. Three families of decoders are read:
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+MAX_CHARACTER_BYTES = 4
 _ELEMENTWISE = frozenset({"Replace", "Metaspace", "WordPiece", "Strip"})
 _AFTER_BYTES = frozenset({"Replace", "Metaspace"})
 # Steps in which the first token of a text differs from the others.
@@ -71,6 +73,19 @@ class Spelling:
             return True
         size = len(self.texts)
         return any(token < size and (self.texts[token] or token in self.first) for token in tokens)
+
+    def num_open(self, tokens: Sequence[int]) -> int:
+        """Returns how many of the last tokens end in a character that is not complete."""
+        tail = b""
+        for num, token in enumerate(reversed(tokens[-MAX_CHARACTER_BYTES:]), 1):
+            tail = spelled(self.texts, token) + tail
+            decoder = codecs.getincrementaldecoder("utf-8")()
+            try:
+                decoder.decode(tail)
+            except UnicodeDecodeError:  # the character begins in an earlier token
+                continue
+            return num if decoder.getstate()[0] else 0
+        return 0
 
 
 def token_bytes(decoder: Mapping[str, Any] | None, tokens: Mapping[int, str]) -> Spelling:

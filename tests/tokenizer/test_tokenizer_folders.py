@@ -29,7 +29,7 @@ def test_equal_to_transformers(tmp_path, family, seed):
         text, special = draw_text(random), bool(random.integers(2))
         assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special)
     size = len(ours.all_bytes) + 2
-    for _ in range(60):
+    for _ in range(12):
         tokens = [int(token) for token in random.integers(0, size, random.integers(9))]
         if random.integers(2):
             tokens += ours.encode(draw_text(random))
@@ -38,6 +38,22 @@ def test_equal_to_transformers(tmp_path, family, seed):
         whole = theirs.decode(tokens, skip_special_tokens=True)
         writer = Detokenizer(ours.spelling)
         assert "".join(map(writer.push, tokens)) + writer.finish() == whole, tokens
+        # A prompt of one space takes the whole of a wider strip, and clean-up ends with a prompt.
+        if not ours.spelling.cleans and ours.spelling.num_stripped < 2:
+            tokens = ours.encode(draw_text(random))
+            cut = int(random.integers(len(tokens) + 1))
+            assert continued(ours, tokens[:cut], tokens[cut:]) == ours.decode(tokens)
+
+
+def continued(ours, prompt, tokens):
+    """Returns the text of a prompt and of the tokens behind it, as an echo shows them."""
+    end = len(prompt) - ours.spelling.num_open(prompt)
+    begun = ours.spelling.is_begun(prompt[:end])
+    writer = Detokenizer(ours.spelling, begun=begun)
+    return (
+        "".join([ours.decode(prompt[:end]), writer.prime(prompt[end:]), *map(writer.push, tokens)])
+        + writer.finish()
+    )
 
 
 def contradict(folder, file, token, number):

@@ -105,12 +105,18 @@ class TextService:
     ) -> list[TextStream]:
         """Returns a stream per text; `beginnings` are the echoed prompts."""
         spelling = self.model.tokenizer.spelling
-        begun = [spelling.is_begun(prompt.tokens) for prompt in plan.prompts]
-        numbers = [index // plan.copies for index in range(len(plan.params))]
-        return [
-            TextStream(index, spelling, plan.stops, min_tokens, listener, beginnings[n], begun[n])
-            for index, n in enumerate(numbers)
-        ]
+        streams = []
+        for number, prompt in enumerate(plan.prompts):
+            before, tail = beginnings[number], prompt.open_tokens
+            begun = spelling.is_begun(prompt.tokens[: len(prompt.tokens) - len(tail)])
+            streams += [
+                TextStream(
+                    *(number * plan.copies + copy, spelling, plan.stops, min_tokens, listener),
+                    *(before, begun, tail),
+                )
+                for copy in range(plan.copies)
+            ]
+        return streams
 
     def _head(self, shape: Shape, request_id: str | None) -> dict[str, object]:
         """Returns the fields that every response and chunk begins with."""

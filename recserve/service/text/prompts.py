@@ -44,12 +44,14 @@ class Prompt:
         tokens: At least one token id.
         text: Text of the prompt, as `echo` returns it. Empty for tokens without `echo`.
         encoded: True if the request gave the text, False if it gave the tokens.
+        open_tokens: Last tokens, which leave a character open that is not in `text`.
     """
 
     param: str
     tokens: list[int]
     text: str
     encoded: bool
+    open_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -340,10 +342,16 @@ def _prompt(
         prompt = Prompt(param, model.tokenizer.encode(given, special), given, True)
     else:
         check_tokens(param, given, model)
-        prompt = Prompt(param, given, model.tokenizer.decode(given) if echo else "", False)
+        prompt = _echoed(param, given, model) if echo else Prompt(param, given, "", False)
     if not prompt.tokens:
         raise InvalidRequest(param, "is empty; this model needs at least one token to continue")
     return prompt
+
+
+def _echoed(param: str, tokens: list[int], model: TextModel) -> Prompt:
+    """Returns a prompt of tokens with its text."""
+    end = len(tokens) - model.tokenizer.spelling.num_open(tokens)
+    return Prompt(param, tokens, model.tokenizer.decode(tokens[:end]), False, tokens[end:])
 
 
 def _turn(number: int, message: ChatMessage) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class TextStream:
         listener: Listener | None,
         beginning: str = "",
         begun: bool = True,
+        open_tokens: Sequence[int] = (),
     ) -> None:
         """Starts an empty text.
 
@@ -99,10 +100,13 @@ class TextStream:
             listener: Called with every piece; None if the text is only read at the end.
             beginning: Characters before the generated text, such as an echoed prompt.
             begun: False if the prompt has no text, so that this is the start of a text.
+            open_tokens: Last tokens of an echoed prompt, which leave a character open. They are not
+                in `beginning`.
         """
         self.index = index
         self._detokenizer = Detokenizer(spelling, stops, min_tokens, begun)
         self._listener = listener
+        beginning += self._detokenizer.prime(open_tokens)
         self._beginning = beginning
         self._pieces: list[str] = []
         self._emitted = False

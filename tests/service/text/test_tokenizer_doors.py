@@ -49,7 +49,7 @@ def test_completions(both):
         drawn = [int(token) for token in random.integers(0, len(theirs), random.integers(6))]
         prompt = [[*drawn, end], drawn[:1] or [end]][random.integers(2)]
         if theirs.convert_ids_to_tokens(prompt[-1]).startswith("<0x"):
-            continue  # a character that prompt and text share
+            continue  # prompt and text may share a run that is no text
         echoed, streamed, tokens = write(
             text.begin_completion, CompletionRequest(prompt=prompt, echo=True, logprobs=0, **DRAWN)
         )
@@ -58,7 +58,8 @@ def test_completions(both):
             text.begin_completion, CompletionRequest(prompt=prompt, logprobs=0, **DRAWN)
         )
         before = theirs.decode(prompt, skip_special_tokens=True)
-        assert again == tokens and plain == streamed == echoed.removeprefix(before)
+        assert again == tokens and plain == streamed
+        assert before.endswith("\ufffd") or plain == echoed.removeprefix(before)
         given = draw_text(random) + "x"
         body = CompletionRequest(prompt=given, echo=True, max_tokens=0, logprobs=0)
         (choice,) = text.begin_completion(body).wait().choices
