@@ -47,7 +47,7 @@ def test_report_counts(files: SyntheticFiles, tmp_path: Path) -> None:
     assert report.codebook_sizes == catalog.semantic_ids.codebook_sizes
     assert 0 < report.reconstruction_error < 1 and report.codes.collision_share > 0
     text = "\n".join(lines)
-    assert "500 items, 60 users" in text and "collisions:" in text and "level 1:" in text
+    assert "500 items, 60 users" in text and "semantic ids:" in text and "level 1:" in text
     assert "variance lost" in text and report.catalog_version in text
 
 

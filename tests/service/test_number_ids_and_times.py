@@ -293,7 +293,7 @@ SECONDS = st.integers(10**8, 1_780_000_000)
 LEAPS = st.builds(
     lambda day, fraction, t: f"{day}{t}23:59:60{fraction}{'z' if t == 't' else 'Z'}",
     st.sampled_from(["1972-06-30", "2016-12-31", "2024-02-29"]),
-    st.sampled_from(["", ".5", ".000001", ".123456789"]),
+    st.sampled_from(["", ".5", ".000001", ".123456"]),
     st.sampled_from("Tt"),
 ) | st.sampled_from(
     ["2017-01-01T00:59:60+01:00", "2016-12-31T15:59:60.25-08:00", "2017-01-01t05:29:60+05:30"]
