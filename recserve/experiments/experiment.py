@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from recserve.bounds import format_time
 from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.conversions import NUM_BUCKETS, RateSums
 from recserve.experiments.saved_counts import SavedArm, SavedExperiment
@@ -41,11 +42,18 @@ from recserve.experiments.tallies import (
     percentile,
     user_group,
 )
-from recserve.experiments.verdict import decide, describe_goal
+from recserve.experiments.verdict import (
+    decide,
+    describe_goal,
+    is_reached,
+    sample_ratio_warning,
+)
 from recserve.schemas.experiments import (
     ArmStatus,
     ArmVerdict,
+    ExperimentNotSaved,
     ExperimentStatus,
+    FirstVerdict,
     GuardrailStatus,
     Status,
 )
@@ -222,6 +230,9 @@ class Experiment:
         reason: Why it does not run; None while it runs.
         fallbacks: Number of automatic fall-backs by cause.
         compared: Comparisons of the arms' items for one request.
+        keep: Writes a state so that it survives a crash, and raises OSError if it cannot; None
+            keeps the state in memory. A stop, a start and a fall-back are written before they are
+            acknowledged.
     """
 
     def __init__(
@@ -259,8 +270,11 @@ class Experiment:
         self.fallbacks: Counter[Cause] = Counter(dict.fromkeys(CAUSES, 0))
         self.compared = ComparisonCounts()
         self.exclusion = Exclusion.of(settings.use, fields)
+        self.keep: Callable[[SavedExperiment], None] | None = None
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the counts; nobody holds it while a disk writes
+        self._keeping = threading.Lock()  # from making a state until it is written
+        self._kept = True  # whether the last write succeeded
         self._units: set[int] = set()
         self._units_per_arm: Counter[str] = Counter()
         self._looked_s = clock()
@@ -268,6 +282,9 @@ class Experiment:
         self._ran_s = 0.0
         self._began_s: float | None = clock()  # None while it does not run
         self._breach: tuple[str, str] | None = None  # arm and figures of an automatic fall-back
+        self._falling_back = False  # while a fall-back is being written
+        self._started_us = time.time_ns() // 1000
+        self._first_verdicts: dict[str, FirstVerdict] = {}
 
     @property
     def name(self) -> str:
@@ -334,8 +351,23 @@ class Experiment:
             if event_type not in self.settings.goal_types or self._seen.add(f"{key} {event_type}"):
                 self.arm(arm).goals.add_event(group, event_type)
 
-    def save(self) -> SavedExperiment:
-        """Returns the counts, so that the next process can continue them."""
+    @property
+    def durable(self) -> bool:
+        """Whether a restart keeps the status."""
+        return self.keep is not None and self._kept
+
+    def save(self) -> None:
+        """Looks for a first verdict, and writes the present state.
+
+        Raises:
+            OSError: If the disk refuses it.
+        """
+        self._note_verdicts(self._look_at_all()[0])
+        with self._keeping:
+            self._keep(self.state())
+
+    def state(self) -> SavedExperiment:
+        """Returns counts and status, so that the next process can continue them."""
         with self._lock:
             arms = [
                 SavedArm(
@@ -358,6 +390,8 @@ class Experiment:
                 status=self.status,
                 reason=self.reason,
                 breach=self._breach,
+                started_us=self._started_us,
+                first_verdicts=dict(self._first_verdicts),
             )
 
     def restore(self, saved: SavedExperiment) -> None:
@@ -377,6 +411,8 @@ class Experiment:
             self.status, self.reason, self._breach = saved.status, saved.reason, saved.breach
             if saved.status != "running":
                 self._began_s = None
+            self._started_us = saved.started_us or self._started_us - int(saved.ran_s * 1e6)
+            self._first_verdicts = dict(saved.first_verdicts)
             self._seen = SeenEvents(saved.seen)
             for index, (arm, counts) in enumerate(zip(self.arms, saved.arms, strict=True)):
                 arm.tally.restore(counts.requests, counts.errors, counts.empty, counts.before)
@@ -400,35 +436,56 @@ class Experiment:
             self.compared.dropped += 1
 
     def stop(self) -> None:
-        """Stops the experiment: every request gets the control."""
-        with self._lock:
-            self._pause()
-            self.status, self.reason = "stopped", "stopped by an operator"
-        log.warning("experiment %s is stopped", self.settings.name)
+        """Stops the experiment: every request gets the control, even if the write fails.
+
+        Raises:
+            ExperimentNotSaved: If the disk refuses the state. It is stopped until a restart.
+        """
+        self._stop()  # at once, for this is the safe side
+        with self._keeping:
+            self._stop()  # a start or a fall-back may have ended meanwhile
+            try:
+                self._keep(self.state())
+            except OSError as error:
+                raise self._not_saved("is stopped, but runs again after a restart", error) from None
 
     def start(self) -> None:
-        """Starts the experiment again with empty windows. Assignments are the same as before."""
-        with self._lock:
-            self.status, self.reason, self._breach = "running", None, None
-            for arm in self.arms:
-                arm.tally.forget()
-            self._looked_s = self._clock()
-            if self._began_s is None:
-                self._began_s = self._clock()
+        """Starts the experiment again with empty windows. Assignments are the same as before.
+
+        Raises:
+            ExperimentNotSaved: If the disk refuses the state. It is not started then.
+        """
+        with self._keeping:
+            state = self.state()
+            arms = [
+                msgspec.structs.replace(arm, before=(arm.requests, arm.errors, arm.empty))
+                for arm in state.arms
+            ]
+            running = {"status": "running", "reason": None, "breach": None, "arms": arms}
+            try:
+                self._keep(msgspec.structs.replace(state, **running))
+            except OSError as error:
+                raise self._not_saved("is not started", error) from None
+            with self._lock:
+                self.status, self.reason, self._breach = "running", None, None
+                self._falling_back = False
+                for arm in self.arms:
+                    arm.tally.forget()
+                self._looked_s = self._clock()
+                if self._began_s is None:
+                    self._began_s = self._clock()
         log.warning("experiment %s is started", self.settings.name)
 
     def describe(self) -> ExperimentStatus:
-        """Returns the state for GET /v1/experiments."""
+        """Returns the state for GET /v1/experiments. A new first verdict is written before."""
+        arms, counts, sample_ratio_p = self._look_at_all()
+        if self._note_verdicts(arms):
+            try:
+                self.save()
+            except OSError as error:
+                log.error("experiment %s: a verdict is not saved: %s", self.settings.name, error)
         with self._lock:
-            now_s = self._clock()
-            tallies = [_copy_arm(arm, now_s) for arm in self.arms]
-            status, reason, ran_s = self.status, self.reason, self._running_s()
-            counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
-        sample_ratio_p = _sample_ratio_p(counts, self.settings.weights)
-        arms = [
-            self._arm_status(arm, mine, tallies[0], sample_ratio_p, ran_s)
-            for arm, mine in zip(self.arms, tallies, strict=True)
-        ]
+            status, reason, first = self.status, self.reason, dict(self._first_verdicts)
         return ExperimentStatus(
             name=self.settings.name,
             mode=self.settings.mode,
@@ -437,8 +494,46 @@ class Experiment:
             coverage=self.settings.coverage,
             smallest_effect=self.settings.smallest_effect,
             sample_ratio_p=sample_ratio_p,
-            arms=arms,
+            warning=sample_ratio_warning(sample_ratio_p, counts),
+            started=format_time(self._started_us),
+            durable=self.durable,
+            arms=[msgspec.structs.replace(arm, first_verdict=first.get(arm.name)) for arm in arms],
         )
+
+    def _look_at_all(self) -> tuple[list[ArmStatus], tuple[int, ...], float | None]:
+        """Returns the state of the arms, the units of each, and the p-value of their ratio."""
+        with self._lock:
+            now_s = self._clock()
+            tallies = [_copy_arm(arm, now_s) for arm in self.arms]
+            ran_s = self._running_s()
+            counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
+        sample_ratio_p = _sample_ratio_p(counts, self.settings.weights)
+        arms = [
+            self._arm_status(arm, mine, tallies[0], sample_ratio_p, ran_s)
+            for arm, mine in zip(self.arms, tallies, strict=True)
+        ]
+        return arms, counts, sample_ratio_p
+
+    def _note_verdicts(self, arms: Sequence[ArmStatus]) -> bool:
+        """Remembers the first verdict on each arm. Returns whether there is a new one."""
+        found, control = False, arms[0]
+        with self._lock:
+            for arm in arms:
+                fell_back = self._breach is not None and self._breach[0] == arm.name
+                if arm.verdict is None or not is_reached(arm.verdict, fell_back):
+                    continue
+                if arm.name not in self._first_verdicts:
+                    found = True
+                    self._first_verdicts[arm.name] = FirstVerdict(
+                        kind=arm.verdict.kind,
+                        text=arm.verdict.text,
+                        time=format_time(time.time_ns() // 1000),
+                        answers=arm.answers,
+                        events=arm.goals[0].events,
+                        control_answers=control.answers,
+                        control_events=control.goals[0].events,
+                    )
+        return found
 
     def _arm_status(
         self,
@@ -467,6 +562,8 @@ class Experiment:
                 for goal, sums in mine.goals.items()
             ],
             verdict=verdict,
+            first_verdict=None,
+            users=self._units_per_arm[arm.name] if self.settings.mode == "split" else None,
         )
 
     def _verdict(
@@ -507,16 +604,69 @@ class Experiment:
         return blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
 
     def _look(self, now_s: float, guard: GuardSettings) -> None:
+        """Falls back if a guard says so. A thread writes that first, for a disk may be slow."""
+        if self._falling_back:
+            return
         control = self.control.tally.window(now_s)
         for arm in self.arms[1:]:
-            verdict = judge(control, arm.tally.window(now_s), guard)
-            if verdict is not None:
-                self._pause()
-                self.status, self.reason = "fallen_back", f"arm {arm.name}: {verdict.text}"
-                self.fallbacks[verdict.cause] += 1
-                self._breach = arm.name, verdict.text
-                log.error("experiment %s fell back: %s", self.settings.name, self.reason)
+            breach = judge(control, arm.tally.window(now_s), guard)
+            if breach is not None and self.keep is None:
+                self._fall_back(arm, breach)
                 return
+            if breach is not None:
+                self._falling_back = True
+                threading.Thread(
+                    target=self._fall_back_durably, args=(arm, breach), name="fall-back"
+                ).start()
+                return
+
+    def _fall_back_durably(self, arm: ServingArm, breach: Breach) -> None:
+        with self._keeping:
+            if not self._falling_back or self.status != "running":
+                return
+            fallen = {"status": "fallen_back", "reason": f"arm {arm.name}: {breach.text}"}
+            state = msgspec.structs.replace(self.state(), breach=(arm.name, breach.text), **fallen)
+            try:
+                self._keep(state)
+            except OSError as error:
+                log.error("a fall-back of experiment %s is not saved: %s", self.name, error)
+            with self._lock:
+                self._falling_back = False
+                if self.status == "running":
+                    self._fall_back(arm, breach)
+
+    def _fall_back(self, arm: ServingArm, breach: Breach) -> None:
+        self._pause()
+        self.status, self.reason = "fallen_back", f"arm {arm.name}: {breach.text}"
+        self.fallbacks[breach.cause] += 1
+        self._breach = arm.name, breach.text
+        log.error("experiment %s fell back: %s", self.name, self.reason)
+
+    def _stop(self) -> None:
+        with self._lock:
+            if self.status != "stopped":
+                self._pause()
+                self.status, self.reason = "stopped", "stopped by an operator"
+                log.warning("experiment %s is stopped", self.name)
+
+    def _keep(self, state: SavedExperiment) -> None:
+        """Writes a state. Raises OSError."""
+        if self.keep is None:
+            return
+        try:
+            self.keep(state)
+        except OSError:
+            self._kept = False
+            raise
+        self._kept = True
+
+    def _not_saved(self, outcome: str, error: OSError) -> ExperimentNotSaved:
+        log.error("experiment %s %s: %s", self.name, outcome, error)
+        return ExperimentNotSaved(
+            f"experiment {self.name} {outcome}: its state cannot be written "
+            f"({error.strerror or type(error).__name__}); mend the disk of experiments_dir, and "
+            "send this request again"
+        )
 
 
 @dataclass(frozen=True)

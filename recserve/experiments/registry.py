@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import msgspec
 
 from recserve.experiments.experiment import Experiment, ServingArm
-from recserve.experiments.team_draft import team_of
 from recserve.schemas.experiments import (
     ExperimentLabel,
     ExperimentsResponse,
@@ -71,14 +70,13 @@ class Experiments:
         if one is not None:
             one.count_event(arm, unit, event_type, key)
 
-    def team(self, experiment: str, item_id: str, marks: bytes) -> str:
-        """Returns the arm that chose an item of an interleaved slate.
+    def team(self, experiment: str, number: int) -> str:
+        """Returns the arm of a team of an interleaved slate.
 
-        Empty if the slate did not show the item, or the experiment is gone or has another mode.
+        Empty if the experiment is gone or has another mode.
         """
         one = self._by_name.get(experiment)
-        number = team_of(item_id, marks)
-        if one is None or number is None or one.settings.mode != "interleaved":
+        if one is None or one.settings.mode != "interleaved":
             return ""
         return one.arms[number].name
 

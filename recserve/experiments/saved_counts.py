@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 
 from recserve.files import whole_file
-from recserve.schemas.experiments import Status
+from recserve.schemas.experiments import FirstVerdict, Status
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class SavedExperiment(msgspec.Struct, frozen=True):
         status: Whether it runs.
         reason: Why it does not run; None if it runs.
         breach: The arm that made it fall back, and why; None if none did.
+        started_us: When it began to count, in microseconds since 1970; 0 if unknown.
+        first_verdicts: The first verdict on each arm that has one.
     """
 
     settings: str
@@ -64,37 +67,47 @@ class SavedExperiment(msgspec.Struct, frozen=True):
     status: Status = "running"
     reason: str | None = None
     breach: tuple[str, str] | None = None
+    started_us: int = 0
+    first_verdicts: dict[str, FirstVerdict] = {}
 
 
 class Saves(Protocol):
-    """An experiment whose counts are saved."""
+    """An experiment whose state is saved.
+
+    Attributes:
+        keep: Writes a state so that it survives a crash, and raises OSError if it cannot. None
+            keeps the state in memory.
+    """
+
+    keep: Callable[[SavedExperiment], None] | None
 
     @property
     def name(self) -> str:
         """Name of the experiment, also that of its file."""
 
-    def save(self) -> SavedExperiment:
-        """Returns the counts."""
+    def save(self) -> None:
+        """Looks for a first verdict, and passes the present state to `keep`. Raises OSError."""
 
     def restore(self, saved: SavedExperiment) -> None:
         """Continues counts. Raises ValueError if they do not fit the settings."""
 
 
 class SavedCounts:
-    """Restores counts at start, and writes them every SAVE_S seconds and at the end.
+    """Restores experiments at start, and writes them every SAVE_S seconds and at the end.
 
-    A crash loses the counts of the last SAVE_S seconds, of all arms alike. One process writes a
-    folder; another one that has the same folder keeps its counts in memory.
+    A crash loses the counts of the last SAVE_S seconds, of all arms alike. It loses no stop, start
+    or fall-back: an experiment writes these itself, by the `keep` that it gets here. One process
+    writes a folder; another one that has the same folder keeps its experiments in memory.
 
     Attributes:
-        folder: The folder, with one file per experiment.
+        folder: The folder, with one file per experiment; None keeps all in memory.
     """
 
-    def __init__(self, folder: Path, experiments: Iterable[Saves]) -> None:
-        """Opens the folder and restores the counts.
+    def __init__(self, folder: Path | None, experiments: Iterable[Saves]) -> None:
+        """Opens the folder and restores the experiments.
 
         Args:
-            folder: The folder; it is created.
+            folder: The folder; it is created. None keeps all in memory.
             experiments: The experiments of the server.
 
         Raises:
@@ -105,15 +118,20 @@ class SavedCounts:
         self._written: dict[str, SavedExperiment] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock: IO[bytes] | None = None
+        if folder is None:
+            return
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / ".lock").open("ab")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.warning("%s belongs to another process; experiments count in memory here", folder)
-            self._experiments = []
+            return
         for one in self._experiments:
-            self._restore(one)
+            path = folder / f"{one.name}{SUFFIX}"
+            self._restore(one, path)
+            one.keep = partial(self._write, path)
 
     def start(self) -> None:
         """Starts the thread that writes."""
@@ -125,7 +143,8 @@ class SavedCounts:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _run(self) -> None:
         closing = False
@@ -133,12 +152,11 @@ class SavedCounts:
             closing = self._closing.wait(SAVE_S)
             for one in self._experiments:
                 try:
-                    self._write(one)
+                    one.save()
                 except OSError as error:
                     log.error("counts of experiment %s are not saved: %s", one.name, error)
 
-    def _restore(self, one: Saves) -> None:
-        path = self.folder / f"{one.name}{SUFFIX}"
+    def _restore(self, one: Saves, path: Path) -> None:
         if not path.exists():
             return
         content = path.read_bytes()
@@ -150,13 +168,12 @@ class SavedCounts:
         else:
             log.info("experiment %s continues the counts of %s", one.name, path)
 
-    def _write(self, one: Saves) -> None:
-        """Writes aside, syncs and renames, so that a crash leaves whole counts."""
-        saved, last = one.save(), self._written.get(one.name)
+    def _write(self, path: Path, saved: SavedExperiment) -> None:
+        """Writes aside, syncs and renames, so that a crash leaves the old state or the new one."""
+        last = self._written.get(path.name)
         idle = last is not None and msgspec.structs.replace(saved, ran_s=last.ran_s) == last
         if idle and not self._closing.is_set():
             return
-        path = self.folder / f"{one.name}{SUFFIX}"
         with whole_file(path) as new:
             new.write_bytes(msgspec.msgpack.encode(saved))
-        self._written[one.name] = saved
+        self._written[path.name] = saved

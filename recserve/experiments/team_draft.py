@@ -1,7 +1,7 @@
 """Team-draft interleaving: one slate from the slates of two arms, and the team of each item.
 
 The teams travel in the attribution token, so that a click is credited without any memory of
-slates. Each item of a slate has a mark of three bytes: 23 bits of a hash of its id, and its team.
+slates.
 
 Source: Radlinski, Kurup and Joachims 2008, "How does clickthrough data reflect retrieval quality?".
 """
@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Hashable, Sequence
-from hashlib import blake2b
 from typing import TypeVar
 
-MARK_BYTES = 3
-# Marks of a token. A token with more would be longer than the server reads.
-MAX_MARKS = 500
 T = TypeVar("T")
 
 
@@ -59,27 +55,3 @@ def team_draft(
         picks[team] += 1
         slate.append((item, team))
     return slate
-
-
-def mark_teams(slate: Sequence[tuple[str, int]]) -> bytes:
-    """Returns the marks of the first MAX_MARKS items of a slate.
-
-    Args:
-        slate: Ids of the shown items, each with the number of its team.
-    """
-    return b"".join(_mark(item_id, team) for item_id, team in slate[:MAX_MARKS])
-
-
-def team_of(item_id: str, marks: bytes) -> int | None:
-    """Returns the team of an item; None if the slate did not show it."""
-    wanted = [_mark(item_id, team) for team in (0, 1)]
-    for place in range(0, len(marks), MARK_BYTES):
-        mark = marks[place : place + MARK_BYTES]
-        if mark in wanted:
-            return wanted.index(mark)
-    return None
-
-
-def _mark(item_id: str, team: int) -> bytes:
-    digest = blake2b(item_id.encode("utf-8", "surrogatepass"), digest_size=MARK_BYTES).digest()
-    return digest[:-1] + bytes([digest[-1] & 0xFE | team])

@@ -19,8 +19,8 @@ from recserve.experiments.conversions import (
 from recserve.experiments.settings import ExperimentSettings
 from recserve.schemas.experiments import ArmVerdict, GoalStatus, GuardrailStatus, Mode
 
-# At 0.001, 4 % of fair divisions would be called wrong at some look; here below 0.1 %.
-SAMPLE_RATIO_ALARM = 1e-5
+# At 0.001, 4 % of fair divisions look wrong at some look, so it only warns. At 1e-5 below 0.1 % do.
+SAMPLE_RATIO_WARNING, SAMPLE_RATIO_ALARM = 1e-3, 1e-5
 PLURALS = {
     name: f"{name}s"
     for name in ("click", "view", "purchase", "like", "dislike", "rating", "share", "save", "play")
@@ -176,6 +176,33 @@ def _too_few(mode: Mode, goal: str, arms: tuple[RateSums, RateSums], other_event
     if other_events:
         text += f" ({other_events} attributed events are of other types, see goals)"
     return text
+
+
+def sample_ratio_warning(p: float | None, counts: Sequence[int]) -> str | None:
+    """Returns what to find out if the units are hardly divided by the weights; None if they are.
+
+    Args:
+        p: P-value that the units are divided by the weights; None if unknown.
+        counts: Units of each arm.
+    """
+    if p is None or p >= SAMPLE_RATIO_WARNING:
+        return None
+    found = f"{', '.join(f'{count:,}' for count in counts)} users, p = {p:.2g}"
+    if p < SAMPLE_RATIO_ALARM:
+        return f"users are not divided by the weights ({found}); find out why before you read on"
+    return (
+        f"users may not be divided by the weights ({found}); check that no arm loses users. One "
+        "fair experiment of 25 looks so at some time"
+    )
+
+
+def is_reached(verdict: ArmVerdict, fell_back: bool) -> bool:
+    """Whether a verdict is one of the goal's interval, which holds at every look.
+
+    A guardrail that fails says what is so now, and stops the experiment if it is to.
+    """
+    judged = verdict.kind in ("ship", "keep_control", "no_difference")
+    return judged and not fell_back and all(one.result != "fails" for one in verdict.guardrails)
 
 
 def plural(goal: str) -> str:

@@ -46,6 +46,7 @@ TEXT: Models = ("text",)
 # Codes of errors that several operations share.
 LANGUAGE = ("unknown_model", "unsupported", "context_length_exceeded")
 HISTORY = ("corrupt_history", "history_unavailable")
+EXPERIMENT = ("unknown_experiment", "experiment_not_saved")
 
 
 def always(_: object) -> bool:
@@ -337,15 +338,11 @@ class Api:
     def experiments(self, deadline_s: float | None = None) -> x.ExperimentsResponse:
         """Returns the state of all experiments and of their arms."""
 
-    @operation(
-        "POST /admin/experiments/{name}:stop", errors=("unknown_experiment",), per_process=True
-    )
+    @operation("POST /admin/experiments/{name}:stop", errors=EXPERIMENT, per_process=True)
     def stop_experiment(self, name: str, deadline_s: float | None = None) -> x.ExperimentStatus:
         """Stops an experiment: every request gets the control. Needs an admin key."""
 
-    @operation(
-        "POST /admin/experiments/{name}:start", errors=("unknown_experiment",), per_process=True
-    )
+    @operation("POST /admin/experiments/{name}:start", errors=EXPERIMENT, per_process=True)
     def start_experiment(self, name: str, deadline_s: float | None = None) -> x.ExperimentStatus:
         """Starts a stopped or fallen-back experiment again. Needs an admin key."""
 

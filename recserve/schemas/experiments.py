@@ -18,6 +18,10 @@ class UnknownExperiment(LookupError):
     """The server has no experiment of that name."""
 
 
+class ExperimentNotSaved(RuntimeError):
+    """The disk has refused the new state of an experiment."""
+
+
 class ExperimentLabel(Struct, frozen=True, kw_only=True):
     """The experiment and the arm of a response.
 
@@ -106,6 +110,28 @@ class ArmVerdict(Struct, frozen=True, kw_only=True):
     days: float | None = None
 
 
+class FirstVerdict(Struct, frozen=True, kw_only=True):
+    """The first verdict on an arm by the interval of its goal. Later intervals may say less.
+
+    Attributes:
+        kind: `ship`, `keep_control` or `no_difference`.
+        text: The verdict in words.
+        time: When the server came to it, in RFC 3339.
+        answers: Answers of the arm until then.
+        events: Events of the deciding goal that these led to.
+        control_answers: Answers of the control until then.
+        control_events: Events that these led to.
+    """
+
+    kind: VerdictKind
+    text: str
+    time: str
+    answers: int
+    events: int
+    control_answers: int
+    control_events: int
+
+
 class ArmStatus(Struct, frozen=True, kw_only=True):
     """State of one arm.
 
@@ -121,7 +147,10 @@ class ArmStatus(Struct, frozen=True, kw_only=True):
         p99_high_ms: Upper end of its 95 % interval; None if there are too few answers.
         answers: Answers that count for the rates of goals; 0 if the experiment has no goals.
         goals: Events that these answers led to, by type. The first type decides.
-        verdict: The verdict on the arm; None for the control.
+        verdict: The present verdict on the arm; None for the control.
+        first_verdict: The first verdict of the goal; None before it, and for the control.
+        users: Units that this process has assigned to the arm, of at most 100,000 in all arms.
+            None outside mode `split`.
     """
 
     name: str
@@ -136,6 +165,8 @@ class ArmStatus(Struct, frozen=True, kw_only=True):
     answers: int
     goals: list[GoalStatus]
     verdict: ArmVerdict | None
+    first_verdict: FirstVerdict | None
+    users: int | None
 
 
 class ExperimentStatus(Struct, frozen=True, kw_only=True):
@@ -150,6 +181,10 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
         smallest_effect: Smallest relative change of a rate that is of interest.
         sample_ratio_p: P-value of a chi-square test that units are divided by the weights. None
             outside mode `split`, before the first unit, and without scipy.
+        warning: What to find out before you read on; None if `sample_ratio_p` is not below 0.001.
+        started: When it began to count, in RFC 3339.
+        durable: True if a restart keeps the status. False without a folder for counts, if another
+            process has the folder, and if the disk refused the last write.
         arms: The arms; the first one is the control.
     """
 
@@ -160,6 +195,9 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
     coverage: float
     smallest_effect: float
     sample_ratio_p: float | None
+    warning: str | None
+    started: str
+    durable: bool
     arms: list[ArmStatus]
 
 

@@ -19,7 +19,7 @@ from recserve.features.history.history import (
     ListingUnsupported,
     StoreUnavailable,
 )
-from recserve.schemas.experiments import UnknownExperiment
+from recserve.schemas.experiments import ExperimentNotSaved, UnknownExperiment
 from recserve.schemas.inference import InferError
 from recserve.schemas.items import (
     ErrorDetail,
@@ -161,6 +161,7 @@ TABLE: dict[type[Exception], Row] = {
         "features_down",
         "items cannot be changed now: another process changes them, or the disk refuses writes",
     ),
+    ExperimentNotSaved: Row(503, "unavailable_error", "experiment_not_saved", "features_down"),
     DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
 }
 TABLE[RequestTooLarge] = replace(

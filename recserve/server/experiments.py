@@ -35,7 +35,7 @@ from recserve.experiments.registry import Draw, Experiments
 from recserve.experiments.saved_counts import SavedCounts
 from recserve.experiments.settings import ArmFields, parse_experiments
 from recserve.experiments.tallies import ArmResult
-from recserve.experiments.team_draft import mark_teams, team_draft
+from recserve.experiments.team_draft import team_draft
 from recserve.extras import install_advice
 from recserve.features.state_files import EXPERIMENTS, default_experiments
 from recserve.schemas.experiments import Use
@@ -78,7 +78,7 @@ class Arms:
         experiments: The experiments.
         remote: The arms that another server answers, by label.
         copies: Requests of mode `shadow` in progress.
-        counts: Saves the counts of the experiments; None keeps them in memory.
+        counts: Saves the experiments.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -101,15 +101,13 @@ class Arms:
 
     def start(self) -> None:
         """Starts to save the counts."""
-        if self.counts is not None:
-            self.counts.start()
+        self.counts.start()
 
     async def close(self) -> None:
         """Closes the connections to other servers and saves the last counts."""
         for arm in self.remote.values():
             await arm.close()
-        if self.counts is not None:
-            await asyncio.to_thread(self.counts.close)
+        await asyncio.to_thread(self.counts.close)
 
     def check(self, service: Service) -> None:
         """Starts a request of every arm that needs no model, so that its fields are checked.
@@ -211,8 +209,8 @@ class Arms:
         return await write_texts(context, begin, body)
 
 
-def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts | None:
-    """Restores the counts of the experiments; None without a folder that can be used.
+def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts:
+    """Restores the experiments; without a folder that can be used they live in memory.
 
     Raises:
         ConfigError: If `experiments_dir` cannot be used.
@@ -222,8 +220,6 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
         folder = config.bundles_dir.resolve() / EXPERIMENTS
     if folder is None and config.bundle is not None:
         folder = default_experiments(config.bundle)
-    if folder is None:
-        return None
     try:
         return SavedCounts(folder, experiments)
     except OSError as error:
@@ -231,7 +227,7 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
         if config.experiments_dir is not None:
             raise ConfigError(message) from None
         log.warning("%s; the counts of experiments end with this process", message)
-        return None
+        return SavedCounts(None, experiments)
 
 
 @dataclass(frozen=True)
@@ -405,7 +401,8 @@ class _ItemRequest(Generic[B, A]):
         arm.forwarded["answered"] += 1
         user = None if body.user is None else body.user.id
         versions = answer.model_version, answer.catalog_version
-        token = self.context.service.signer.token(request_id, user, *versions)
+        signer, shown = self.context.service.signer, _item_ids(answer)
+        token = signer.token(request_id, user, *versions, shown)
         return msgspec.structs.replace(answer, attribution_token=token)
 
     def deadline_of(self, arm: ServingArm) -> float:
@@ -491,13 +488,15 @@ def _interleave(
     return msgspec.structs.replace(control, items=items, degraded=degraded, exact=False)
 
 
-def _teams(answer: RecommendResponse | RankResponse, experiment: Experiment) -> bytes:
-    """Returns the marks of an interleaved slate; nothing for other answers."""
+def _teams(
+    answer: RecommendResponse | RankResponse, experiment: Experiment
+) -> list[tuple[str, int]]:
+    """Returns each item of an interleaved slate with its team; nothing for other answers."""
     if experiment.settings.mode != "interleaved":
-        return b""
+        return []
     numbers = {arm.name: number for number, arm in enumerate(experiment.arms)}
     teams = [(item.item_id, numbers.get(getattr(item, "team", ""))) for item in answer.items]
-    return mark_teams([(item_id, team) for item_id, team in teams if team is not None])
+    return [(item_id, team) for item_id, team in teams if team is not None]
 
 
 def _item_ids(answer: RecommendResponse | RankResponse) -> list[str]:

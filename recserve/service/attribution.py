@@ -1,6 +1,9 @@
 """What every answer says of itself: versions, times, and a signed attribution token.
 
-The token links a later click to the answer that caused it.
+The token links a later click to the answer that caused it, without any memory of answers. It names
+the items that the answer shows by marks of three bytes: 23 bits of a keyed hash of the id, and the
+item's team in an interleaved slate. So of a million items that a slate of 10 does not show, about
+one has a mark of the slate. A token grows by 4 characters per item, up to MAX_SHOWN items.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import hashlib
 import hmac
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,6 +26,9 @@ from recserve.service.pending import ItemCall
 
 MAC_BYTES = 16
 USER_BYTES = 12
+MARK_BYTES = 3
+MAX_SHOWN = 1000  # the most items of a slate; a ranking may have more, and its token the best ones
+MAX_TOKEN = 8192  # characters
 
 
 class Attribution(msgspec.Struct, frozen=True, array_like=True):
@@ -35,7 +42,8 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
         issued_s: Time of the answer in seconds since 1970.
         experiment: Name of the experiment; empty outside experiments.
         arm: Name of the arm; empty if no single arm answered.
-        teams: Marks of the items of an interleaved slate, see experiments/team_draft.py.
+        shown: Marks of the items that the answer shows, the first MAX_SHOWN of them.
+        interleaved: True if the marks hold the teams of an interleaved slate.
     """
 
     request_id: str
@@ -45,7 +53,8 @@ class Attribution(msgspec.Struct, frozen=True, array_like=True):
     issued_s: int
     experiment: str = ""
     arm: str = ""
-    teams: bytes = b""
+    shown: bytes = b""
+    interleaved: bool = False
 
 
 class BadToken(ValueError):
@@ -66,27 +75,72 @@ class Signer:
         if len(key) < MAC_BYTES:
             raise ValueError(f"a signing key needs {MAC_BYTES} bytes or more, got {len(key)}")
         self.key = key
-        self._encoder = msgspec.json.Encoder()
-        self._decoder = msgspec.json.Decoder(Attribution)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Attribution)
+        hash_key = key[: hashlib.blake2b.MAX_KEY_SIZE]
+        self._marks = hashlib.blake2b(key=hash_key, digest_size=MARK_BYTES, person=b"shown")
 
     def token(
-        self, request_id: str, user_id: str | None, model_version: str, catalog_version: str
+        self,
+        request_id: str,
+        user_id: str | None,
+        model_version: str,
+        catalog_version: str,
+        item_ids: Iterable[str],
     ) -> str:
-        """Returns the token of one answer. It contains a keyed hash instead of the user id."""
-        user = "" if user_id is None else self.user(user_id)
-        said = Attribution(request_id, user, model_version, catalog_version, int(time.time()))
-        return self._sign(said)
+        """Returns the token of one answer. It contains keyed hashes instead of ids.
 
-    def label(self, token: str, experiment: str, arm: str, teams: bytes = b"") -> str:
+        Args:
+            request_id: The request.
+            user_id: The user; None for an anonymous history.
+            model_version: Version of the models.
+            catalog_version: Version of the catalogue.
+            item_ids: The items that the answer shows, best first.
+        """
+        user = "" if user_id is None else self.user(user_id)
+        shown = b"".join(map(self._mark, islice(item_ids, MAX_SHOWN)))
+        return self._sign(
+            Attribution(
+                request_id, user, model_version, catalog_version, int(time.time()), shown=shown
+            )
+        )
+
+    def label(
+        self, token: str, experiment: str, arm: str, teams: Sequence[tuple[str, int]] = ()
+    ) -> str:
         """Returns the token with the experiment of its answer, and the arm or the teams.
+
+        Args:
+            token: The token of the answer.
+            experiment: Name of the experiment.
+            arm: Name of the arm; empty if no single arm answered.
+            teams: Item and number of its team, 0 or 1, for each item of an interleaved slate.
 
         Raises:
             BadToken: If the token is not of this key.
         """
-        said = self.read(token)
-        return self._sign(
-            msgspec.structs.replace(said, experiment=experiment, arm=arm, teams=teams)
-        )
+        said = msgspec.structs.replace(self.read(token), experiment=experiment, arm=arm)
+        if teams:
+            shown = b"".join(self._mark(*one) for one in teams[:MAX_SHOWN])
+            said = msgspec.structs.replace(said, shown=shown, interleaved=True)
+        return self._sign(said)
+
+    def team(self, said: Attribution, item_id: str) -> int:
+        """Returns the team of an item that an answer showed; 0 unless the slate is interleaved.
+
+        Raises:
+            BadToken: If the answer did not show the item.
+        """
+        for team in (0, 1) if said.interleaved else (0,):
+            mark = self._mark(item_id, team)
+            place = said.shown.find(mark)
+            while place % MARK_BYTES and place >= 0:  # it lies across two marks
+                place = said.shown.find(mark, place + 1)
+            if place >= 0:
+                return team
+        full = len(said.shown) == MAX_SHOWN * MARK_BYTES
+        more = f" among its first {MAX_SHOWN} items" if full else ""
+        raise BadToken(f"its answer did not show item {item_id[:80]!r}{more}")
 
     def read(self, token: str) -> Attribution:
         """Verifies a token and returns its content. Raises BadToken."""
@@ -106,6 +160,12 @@ class Signer:
         key = self.key[: hashlib.blake2s.MAX_KEY_SIZE]
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()
+
+    def _mark(self, item_id: str, team: int = 0) -> bytes:
+        marks = self._marks.copy()
+        marks.update(item_id.encode("utf-8", "surrogatepass"))
+        digest = marks.digest()
+        return digest[:-1] + bytes([digest[-1] & 0xFE | team])
 
     def _sign(self, said: Attribution) -> str:
         payload = self._encoder.encode(said)
@@ -129,7 +189,11 @@ class Envelope:
     model_version: str
 
     def fields(
-        self, call: ItemCall[Any], degraded: Sequence[str], timing: Timing | None
+        self,
+        call: ItemCall[Any],
+        degraded: Sequence[str],
+        timing: Timing | None,
+        item_ids: Iterable[str],
     ) -> dict[str, Any]:
         """Returns keyword arguments of the response, without `strategy`, `exact` and `rounds`.
 
@@ -137,6 +201,7 @@ class Envelope:
             call: The request.
             degraded: Reasons why the answer is less than requested; duplicates are removed.
             timing: Times of the engine's stages; None if the engine did not take part.
+            item_ids: The items that the answer shows, best first.
         """
         request_id = call.request_id or str(uuid.uuid4())
         version, user = call.snapshot.items.name, call.body.user
@@ -147,7 +212,7 @@ class Envelope:
             "catalog_version": version,
             "degraded": list(dict.fromkeys(degraded)),
             "attribution_token": self.signer.token(
-                request_id, user_id, self.model_version, version
+                request_id, user_id, self.model_version, version, item_ids
             ),
             "timing_ms": call.watch.read(timing),
         }

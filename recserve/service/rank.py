@@ -129,14 +129,15 @@ class RankService(ItemService[RankRequest, RankResponse]):
             if results:
                 values, timing = results[0].values, results[0].timing
             fields = snapshot.items.fields(rows, body.fields) if body.fields else []
+            items = _sort_items(ids, fields, scorer.scores(values), scorer.tasks, sort_by)
             return RankResponse(
-                items=_sort_items(ids, fields, scorer.scores(values), scorer.tasks, sort_by),
+                items=items,
                 missing_item_ids=missing,
                 scorer=name,
                 strategy=name,
                 exact=True,
                 rounds=len(results),
-                **self._envelope.fields(call, degraded, timing),
+                **self._envelope.fields(call, degraded, timing, (item.item_id for item in items)),
             )
 
         return Prepared(queries, finish)

@@ -314,7 +314,10 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             filter_hints=builder.filter_hints or UNSET,
             explanation=self._explanation(builder, slate, rows),
             **self._envelope.fields(
-                builder.call, degraded, None if slate is None else slate.timing
+                builder.call,
+                degraded,
+                None if slate is None else slate.timing,
+                (item.item_id for item in items),
             ),
         )
 

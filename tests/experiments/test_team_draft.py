@@ -5,13 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recserve.experiments.team_draft import (
-    MARK_BYTES,
-    MAX_MARKS,
-    mark_teams,
-    team_draft,
-    team_of,
-)
+from recserve.experiments.team_draft import team_draft
 
 slates = st.lists(st.integers(0, 12), unique=True, max_size=8)
 
@@ -32,23 +26,6 @@ def test_teams_alternate_in_pairs(pairs, seed):
     mixed = team_draft(first, second, lambda item: item, 2 * pairs, random.Random(seed))
     teams = [team for _, team in mixed]
     assert all({teams[i], teams[i + 1]} == {0, 1} for i in range(0, 2 * pairs, 2))
-
-
-@given(slates, slates, st.integers(1, 10), st.integers(), st.sampled_from(["", "item-", "ü"]))
-def test_marks_name_the_team_of_each_shown_item_and_of_no_other(first, second, k, seed, prefix):
-    mixed = team_draft(first, second, lambda item: item, k, random.Random(seed))
-    shown = {f"{prefix}{item}": team for item, team in mixed}
-    marks = mark_teams(list(shown.items()))
-    assert len(marks) == MARK_BYTES * len(mixed)
-    for item in range(13):
-        assert team_of(f"{prefix}{item}", marks) == shown.get(f"{prefix}{item}")
-
-
-def test_a_long_slate_has_marks_for_its_first_items():
-    slate = [(f"item-{place}", place % 2) for place in range(MAX_MARKS + 10)]
-    marks = mark_teams(slate)
-    assert [team_of(item, marks) for item, _ in slate[:MAX_MARKS]] == [0, 1] * (MAX_MARKS // 2)
-    assert team_of(slate[-1][0], marks) is None
 
 
 def test_each_team_begins_as_often():

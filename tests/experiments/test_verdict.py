@@ -1,7 +1,12 @@
 """Verdicts on clicks: what an experiment says, what counts, and what survives a restart."""
 
+import errno
 import itertools
+import os
 import random
+import shutil
+import threading
+import time
 
 import pytest
 
@@ -10,6 +15,7 @@ from recserve.experiments.saved_counts import SavedCounts
 from recserve.experiments.settings import parse_experiments
 from recserve.experiments.tallies import MAX_SEEN, ArmResult, SeenEvents
 from recserve.experiments.verdict import duration
+from recserve.schemas.experiments import ExperimentNotSaved
 from recserve.schemas.items import InvalidRequest
 
 DAY_S = 86_400.0
@@ -237,7 +243,7 @@ def test_the_teams_of_interleaved_slates_are_compared(clicks, kind, words):
     assert control.answers == arm.answers == 1500
     assert 0.8 < control.goals[0].rate / (5 * clicks[0]) < 1.2
     again = experiment(mode="interleaved")
-    again.restore(one.save())
+    again.restore(one.state())
     assert again.describe().arms[1].goals == arm.goals
 
 
@@ -273,25 +279,89 @@ def test_counts_survive_a_restart(tmp_path):
         each.close()
 
 
-def test_a_restart_starts_no_experiment_that_was_stopped_or_fell_back(tmp_path):
-    bad = {"control": 0.01, "rpg": 0.1}.get
-    for ends in (Experiment.stop, lambda one: traffic(one, NONE, step=0.05, seconds=bad)):
-        one = experiment(guard={"window_s": 60, "p99_factor": 1.5})
-        first = SavedCounts(tmp_path, [one])
-        first.start()
-        traffic(one, NONE)
-        ends(one)
-        assert one.status != "running"
-        before = one.describe()
-        first.close()
-        again = experiment(guard={"window_s": 60, "p99_factor": 1.5})
-        SavedCounts(tmp_path, [again]).close()
-        after = again.describe()
-        assert (after.status, after.reason) == (before.status, before.reason)
-        assert verdict(again).text == before.arms[1].verdict.text
-        again.start()
-        assert again.status == "running"
-        (tmp_path / "fast.counts").unlink()
+def fall_back(one):
+    """Lets the treatment fail until the guard has decided, and waits for its write."""
+    for request in range(40):
+        one._clock.now += 1
+        for arm in one.arms:
+            one.record(arm, ArmResult(0.01, failed=arm.name == "rpg" and request > 1))
+    end = time.monotonic() + 30
+    while one.status == "running" and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+GUARD = {"window_s": 86400, "min_requests": 10}
+
+
+def after_a_crash(folder, copy):
+    """Returns the experiment of a process that starts with what lies on the disk now."""
+    shutil.copytree(folder, copy)
+    again = experiment(guard=GUARD)
+    SavedCounts(copy, [again]).close()
+    return again
+
+
+def test_a_crash_loses_no_stop_start_or_fall_back(tmp_path):
+    one, drawn = experiment(guard=GUARD), random.Random(5)
+    store = SavedCounts(tmp_path / "counts", [one])  # nothing writes every ten seconds
+    changes = [Experiment.stop, fall_back, Experiment.start]
+    changes += [drawn.choice(changes) for _ in range(12)]
+    statuses = set()
+    for number, change in enumerate(changes):
+        change(one)
+        assert one.durable
+        again = after_a_crash(tmp_path / "counts", tmp_path / str(number))
+        assert (again.status, again.reason) == (one.status, one.reason)
+        if one.status == "fallen_back":
+            assert verdict(again).text == verdict(one).text
+        statuses.add(again.status)
+    assert statuses == {"stopped", "running", "fallen_back"}
+    store.close()
+
+
+@pytest.mark.parametrize("change", [Experiment.stop, Experiment.start, fall_back])
+def test_a_disk_that_refuses_the_state_leaves_the_safe_side(tmp_path, change):
+    """The arm gets no further requests, and nobody is told that a restart keeps that."""
+    one = experiment(guard=GUARD)
+    store = SavedCounts(tmp_path, [one])
+    if change is Experiment.start:
+        one.stop()
+    write, one.keep = one.keep, broken
+    if change is fall_back:
+        change(one)
+    else:
+        with pytest.raises(ExperimentNotSaved, match="cannot be written .No space left"):
+            change(one)
+    assert one.status != "running" and not one.describe().durable
+    one.keep = write
+    one.stop()
+    assert one.describe().durable
+    store.close()
+
+
+def broken(_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_stop_wins_over_a_start_that_is_being_written():
+    one, inside, go = experiment(), threading.Event(), threading.Event()
+    one.stop()
+
+    def slow(state):
+        inside.set()
+        go.wait(30)
+        states.append(state.status)
+
+    states, one.keep = [], slow
+    start = threading.Thread(target=one.start)
+    start.start()
+    inside.wait(30)
+    stop = threading.Thread(target=one.stop)
+    stop.start()
+    go.set()
+    for each in (start, stop):
+        each.join()
+    assert (states, one.status) == (["running", "stopped"], "stopped")
 
 
 def test_a_new_start_judges_the_guardrails_anew(tmp_path):

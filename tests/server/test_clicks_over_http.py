@@ -1,10 +1,13 @@
 """Clicks of a running server's experiment: attribution, repetition, restarts, other settings."""
 
+import shutil
+
 import pytest
 
 from recserve.config import ConfigError, ServerConfig
 from recserve.server.app import create_app
 from recserve.service import Service, ServiceOptions
+from recserve.service.slate_log.reader import read_log
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -117,6 +120,22 @@ def test_an_answer_that_takes_no_part_counts_for_no_arm(server):
         assert set(counts(client).values()) == {(0, 0, 0)}
 
 
+def test_a_stop_that_cannot_be_written_stops_here_and_says_so(server, tmp_path):
+    with server() as client:
+        assert client.get("/v1/experiments").json()["experiments"][0]["durable"]
+        shutil.rmtree(tmp_path / "counts")
+        for change, words in (("stop", "is stopped, but runs again"), ("start", "is not started")):
+            refused = client.post(f"/admin/experiments/fast:{change}", headers=BEARER)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "experiment_not_saved"
+            assert f"experiment fast {words}" in refused.json()["error"]["message"]
+            (one,) = client.get("/v1/experiments").json()["experiments"]
+            assert (one["status"], one["durable"]) == ("stopped", False)
+        assert {recommend(client, user)["experiment"]["arm"] for user in USERS} == {"control"}
+        (tmp_path / "counts").mkdir()
+        assert client.post("/admin/experiments/fast:start", headers=BEARER).json()["durable"]
+
+
 def test_a_history_without_a_user_is_a_unit_of_its_own(server):
     with server() as client:
         items = client.get("/playground/samples").json()["items"]
@@ -130,8 +149,7 @@ def test_a_history_without_a_user_is_a_unit_of_its_own(server):
 
 
 def test_rankings_are_judged_too(server):
-    arms = [{"name": "ranker"}, {"name": "likelihood", "fields": {"scorer": "likelihood"}}]
-    with server(experiments=[{"name": "scorer", "use": "rank", "arms": arms}]) as client:
+    with server(experiments=[{"name": "scorer", "use": "rank", "arms": SPLIT_RANK}]) as client:
         items = client.get("/playground/samples").json()["items"][:3]
         body = {"user": {"id": "anna"}, "candidates": [{"item_id": item} for item in items]}
         ranking = client.post("/v1/rank", json=body).json()
@@ -153,16 +171,17 @@ def test_clicks_on_an_interleaved_slate_count_for_the_team_of_their_item(server)
         shown = {item["item_id"] for item in slate["items"]}
         items = client.get("/playground/samples").json()["items"]
         hidden = next(item for item in items if item not in shown)
-        assert "unattributed" not in send(client, event(USERS[-1], slate, item_id=hidden))
+        assert send(client, event(USERS[-1], slate, item_id=hidden))["unattributed"]
         own = recommend(client, USERS[0], strategy="beam")  # takes no part
         send(client, event(USERS[0], own))
         for each in expected.values():
             each[0] = len(USERS)
         told = {arm: tuple(numbers) for arm, numbers in expected.items()}
         assert counts(client) == told and all(numbers[1] for numbers in told.values())
-        long = recommend(client, USERS[0], k=300)
-        send(client, event(USERS[0], long, 299, "purchase"))
-        expected[long["items"][299]["team"]][2] += 1
+        long = recommend(client, USERS[0], k=1000)
+        last = len(long["items"]) - 1
+        send(client, event(USERS[0], long, last, "purchase"))
+        expected[long["items"][last]["team"]][2] += 1
         for each in expected.values():
             each[0] += 1
         told = {arm: tuple(numbers) for arm, numbers in expected.items()}
@@ -172,6 +191,46 @@ def test_clicks_on_an_interleaved_slate_count_for_the_team_of_their_item(server)
     with server() as client:  # tokens of another mode
         send(client, event(USERS[0], slate))
         assert set(counts(client).values()) == {(0, 0, 0)}
+
+
+SPLIT_RANK = [{"name": "ranker"}, {"name": "likelihood", "fields": {"scorer": "likelihood"}}]
+
+
+@pytest.mark.parametrize("use", ["plain", "split", "interleaved", "paired", "rank", "rank:batch"])
+def test_a_click_on_an_item_that_the_answer_did_not_show_counts_nowhere(server, tmp_path, use):
+    mode = use if use in ("split", "interleaved", "paired") else "split"
+    one = {**ONE, "mode": mode, "coverage": 1e-9 if use == "plain" else 1.0}
+    if use == "paired":
+        del one["goals"]
+    if use.startswith("rank"):
+        one = {"name": "fast", "use": "rank", "arms": SPLIT_RANK}
+    log = tmp_path / "slates"
+    with server(experiments=[one], slate_log=log, slate_log_rotate_s=3600) as client:
+        items = client.get("/playground/samples").json()["items"]
+        body = {"history": items[:2], "candidates": [{"item_id": item} for item in items[:3]]}
+        if use == "rank":
+            slate = client.post("/v1/rank", json=body).json()
+        elif use == "rank:batch":
+            found = client.post("/v1/rank:batch", json={"requests": [body]}).json()
+            slate = found["results"][0]["answer"]
+        else:
+            slate = client.post("/v1/recommend", json={"history": items[:2], "k": 3}).json()
+        shown = {item["item_id"] for item in slate["items"]}
+        hidden = [item for item in items if item not in shown]
+        kinds = ["click", "purchase", "view"]
+        said = send(
+            client,
+            *(
+                event("eve", slate, item_id=item, type=kinds[number % 3])
+                for number, item in enumerate(hidden)
+            ),
+        )
+        assert said["accepted"] == len(hidden) > 3
+        assert len(said["unattributed"]) == len(hidden)
+        assert "did not show item" in said["unattributed"][0]["reason"]
+        assert not any(sum(each) for _, *each in counts(client).values())
+        assert "unattributed" not in send(client, *(event("eve", slate, n) for n in range(3)))
+    assert {*read_log(log, "outcomes").column("item_id").to_pylist()} == shown
 
 
 def test_a_goal_that_is_no_event_type_stops_the_start(tmp_path):

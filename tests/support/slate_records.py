@@ -28,7 +28,9 @@ def slate(number: int, user: str | None = "u1", k: int = 3) -> RecommendResponse
         model_version="m1",
         catalog_version="c1",
         degraded=[],
-        attribution_token=SIGNER.token(f"r{number}", user, "m1", "c1"),
+        attribution_token=SIGNER.token(
+            f"r{number}", user, "m1", "c1", [item.item_id for item in items]
+        ),
         timing_ms=TIMING,
     )
 

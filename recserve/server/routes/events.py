@@ -65,8 +65,8 @@ def _add(context: RequestContext, body: EventsRequest) -> EventsResponse:
             key = f"{outcome.token_id} {event.item_id}"
             kind = event.type or "event"
             arm = said.arm
-            if said.teams and event.item_id is not None:
-                arm = experiments.team(said.experiment, event.item_id, said.teams)
+            if said.interleaved:
+                arm = experiments.team(said.experiment, outcome.team)
             experiments.count_event(said.experiment, arm, unit, kind, key)
     return structs.replace(answer, unattributed=wrong) if wrong else answer
 

@@ -13,10 +13,9 @@ import pyarrow as pa
 from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.schemas.events import REMOVE, EventInput
 from recserve.schemas.items import RecommendResponse, Rejection
-from recserve.service.attribution import MAC_BYTES, Attribution, BadToken, Signer
+from recserve.service.attribution import MAC_BYTES, MAX_TOKEN, Attribution, BadToken, Signer
 
 Users = Literal["hash", "id", "none"]
-MAX_TOKEN = 4096  # characters
 TIME = pa.timestamp("us", "UTC")
 SHOWN = pa.struct(
     [
@@ -116,6 +115,7 @@ class OutcomeRecord:
         event: The event.
         key: Keyed hash of the event's id; None without an id.
         attribution: Content of the slate's attribution token.
+        team: Team of the item in an interleaved slate; 0 in others.
     """
 
     token_id: str
@@ -124,6 +124,7 @@ class OutcomeRecord:
     event: EventInput
     key: str | None
     attribution: Attribution
+    team: int
 
     @property
     def size(self) -> int:
@@ -163,7 +164,7 @@ def logged_user(users: Users, user_id: str | None, signer: Signer) -> str | None
 def verify_tokens(
     events: Sequence[EventInput], refused: set[int], signer: Signer, users: Users
 ) -> tuple[list[OutcomeRecord], list[Rejection]]:
-    """Verifies the attribution tokens of stored events.
+    """Verifies the attribution tokens of stored events, and that their answers showed the items.
 
     Args:
         events: The events of one request.
@@ -180,6 +181,7 @@ def verify_tokens(
             continue
         try:
             said = _read_token(event, signer)
+            team = signer.team(said, event.item_id or "")
         except BadToken as error:
             wrong.append(Rejection(index=index, reason=f"attribution_token: {error}"))
             continue
@@ -192,6 +194,7 @@ def verify_tokens(
                 event,
                 None if name is None else signer.user(f"{event.user_id}\0{name}"),
                 said,
+                team,
             )
         )
     return outcomes, wrong

@@ -172,12 +172,12 @@ def test_status_and_metrics_count_by_arm(client, users):
         assert after[arm] - before[arm] == drawn.count(arm)
     assert set(one) == {
         *("name", "mode", "status", "reason", "coverage", "smallest_effect", "sample_ratio_p"),
-        "arms",
+        *("warning", "started", "durable", "arms"),
     }
     assert set(one["arms"][0]) == {
         *("name", "weight", "requests", "errors", "empty"),
         *("p50_ms", "p99_ms", "p99_low_ms", "p99_high_ms"),
-        *("answers", "goals", "verdict"),
+        *("answers", "goals", "verdict", "first_verdict", "users"),
     }
     assert one["arms"][0]["p50_ms"] > 0 and one["arms"][0]["weight"] == 0.5
     page = client.get("/metrics").text

@@ -68,7 +68,8 @@ def test_outcomes_cannot_be_inflated(tmp_path):
         click(anonymous, "i2", f"user{n}", type="click", event_id="e", timestamp=moment)
         for n, moment in enumerate(["2026-11-24T08:00:00Z", "2026-11-24T07:00:00Z"] * 20)
     ]
-    outcomes(log, [*unnamed, *unshown, *both, *users])
+    assert verify_tokens(unshown, set(), SIGNER, "hash")[0] == []
+    outcomes(log, [*unnamed, *both, *users])
     log.close()
     rows = shown_items(tmp_path).to_pylist()
     counts = {(row["user"] is None, row["item_id"]): row["num_outcomes"] for row in rows}
@@ -109,13 +110,13 @@ def test_what_stands_for_a_user(tmp_path, users):
 
 def test_tokens_are_verified():
     answer = slate(1)
-    other = Signer(b"x" * 16).token("r", "u1", "m", "c")
+    other = Signer(b"x" * 16).token("r", "u1", "m", "c", ["i0"])
     events = [
         click(answer, "i0"),
         click(answer, "i0", "u2"),
         EventInput(user_id="u1", item_id="i0", attribution_token=other),
         EventInput(user_id="u1", item_id="i0", attribution_token="?"),
-        EventInput(user_id="u1", item_id="i0", attribution_token="A" * 5000),
+        EventInput(user_id="u1", item_id="i0", attribution_token="A" * 9000),
         EventInput(user_id="u1", item_id="i0"),
         EventInput(
             user_id="u1",
