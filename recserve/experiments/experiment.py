@@ -71,9 +71,6 @@ MAX_UNITS = 100_000
 # What became of a request that the server of an arm got.
 Forwarding = Literal["answered", "late", "failed", "refused", "busy"]
 FORWARDINGS: tuple[Forwarding, ...] = ("answered", "late", "failed", "refused", "busy")
-# Names the arm in a forwarded request. A server leaves such a request out of its own experiments,
-# so that two servers that name each other cannot send a request in circles.
-ARM_HEADER = "x-recserve-arm"
 
 
 @dataclass(frozen=True)

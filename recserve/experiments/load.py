@@ -33,6 +33,7 @@ from recserve.experiments.targets import (
     StreamJoiner,
     Target,
 )
+from recserve.schemas.experiments import UNTRACKED_HEADER
 
 Mode = Literal["blocks", "split", "paired"]
 # Requests of each arm in one randomised block.
@@ -44,7 +45,7 @@ DETAIL = 200
 PROGRESS_S = 0.5
 # Time between planning and the first request, so that the first sends are not late.
 LEAD_S = 0.2
-JSON_HEADER = {"Content-Type": "application/json"}
+HEADERS = {"Content-Type": "application/json", UNTRACKED_HEADER: "load"}
 CLIENT_ERRORS: tuple[tuple[type[BaseException], str], ...] = (
     (TimeoutError, "timeout"),
     (aiohttp.ClientConnectorError, "connect"),
@@ -356,7 +357,7 @@ class LoadOptions:
         max_in_flight: Shots under way at most in an open loop; later ones wait, and that counts.
         timeout_s: Longest time for one request.
         stop_after_s: A closed loop sends nothing after this time; None sends all shots.
-        headers: HTTP headers besides the content type.
+        headers: HTTP headers besides the content type and the mark of untracked requests.
     """
 
     workers: int = 0
@@ -422,7 +423,7 @@ async def drive(
     async with aiohttp.ClientSession(
         connector=connector,
         timeout=timeout,
-        headers={**JSON_HEADER, **options.headers},
+        headers={**HEADERS, **options.headers},
         trace_configs=[tracing],
     ) as session:
         sender.session = session

@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -586,16 +585,6 @@ def find_warnings(
         found.append(
             f"the machine of the load generator was busy: load {machine.load_average:.1f} on "
             f"{machine.num_cores} cores"
-        )
-    drawn = Counter(
-        one.reply.experiment for one in columns.exchanges if one.reply and one.reply.experiment
-    )
-    if drawn:
-        listed = ", ".join(f"{count} {arm}" for arm, count in sorted(drawn.items()))
-        found.append(
-            f"the server divides these requests by its own experiments ({listed}): latencies, "
-            "items and overlaps are a mixture of their arms; stop them, or set the fields of one "
-            "arm with --fields"
         )
     for one in summaries:
         if one.errors:

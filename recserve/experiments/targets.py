@@ -41,7 +41,6 @@ class Reply:
         num_draft_tokens: Tokens drafted.
         num_accepted_tokens: Drafted tokens accepted, without bonus tokens.
         versions: Model and catalogue version, where the server names them.
-        experiment: Experiment and arm of recserve that the answer names; empty outside experiments.
     """
 
     item_ids: tuple[str, ...] = ()
@@ -56,7 +55,6 @@ class Reply:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     versions: tuple[str, ...] = ()
-    experiment: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ class Items:
                 degraded=tuple(answer.get("degraded") or ()),
                 server_ms=timing.get("total"),
                 versions=tuple(str(version) for version in versions if version),
-                experiment=_experiment(answer),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise MalformedReply(f"no slate in the answer: {error!r}") from None
@@ -142,7 +139,6 @@ class Text:
                 prompt_tokens=usage.get("prompt_tokens"),
                 finish_reasons=tuple(str(reason) for reason in ended if reason),
                 versions=(str(answer["model"]),) if answer.get("model") else (),
-                experiment=_experiment(answer),
             )
             return _with_speculation(reply, answer)
         except (KeyError, TypeError, AttributeError) as error:
@@ -239,7 +235,7 @@ class StreamJoiner:
                 self._answer["meta_info"] = choice["meta_info"]
         if has_text:
             self.piece_times.append(now)
-        for name in ("usage", "metrics", "timings", "model", "meta_info", "experiment"):
+        for name in ("usage", "metrics", "timings", "model", "meta_info"):
             if event.get(name):
                 self._answer[name] = event[name]
 
@@ -258,14 +254,6 @@ def _choice_text(choice: Mapping[str, Any]) -> str:
     if part is None:
         return choice.get("text") or ""
     return (part.get("reasoning_content") or "") + (part.get("content") or "")
-
-
-def _experiment(answer: Json) -> str:
-    """The experiment and the arm of a recserve server, `name/arm`; empty if it takes no part."""
-    label = answer.get("experiment")
-    if not isinstance(label, dict) or label.get("reason"):
-        return ""
-    return f"{label.get('name')}/{label.get('arm') or label.get('mode')}"
 
 
 def _server_ms(timings: Mapping[str, float]) -> float | None:

@@ -12,6 +12,10 @@ Use = Literal["recommend", "rank", "text"]
 VerdictKind = Literal["ship", "keep_control", "no_difference", "not_yet", "no_goal", "invalid"]
 GuardrailName = Literal["errors", "empty", "p99"]
 GuardrailResult = Literal["holds", "fails", "unclear"]
+# Marks a request that no user waits for, such as one of a load test; the value says who sends it.
+# It takes no part in experiments, and slate log, outcomes and the list `popular` leave it out. An
+# arm's own server gets it too, so two servers that name each other send no request in circles.
+UNTRACKED_HEADER = "x-recserve-untracked"
 
 
 class UnknownExperiment(LookupError):

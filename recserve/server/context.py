@@ -27,6 +27,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.metrics import Metrics, RecentMetrics
 from recserve.schemas.api import Models, Operation, is_admin
 from recserve.schemas.browse import LISTS, split_texts
+from recserve.schemas.experiments import UNTRACKED_HEADER
 from recserve.schemas.items import (
     MAX_TIMEOUT_MS,
     InvalidRequest,
@@ -34,7 +35,6 @@ from recserve.schemas.items import (
     RankResponse,
     RecommendRequest,
     RecommendResponse,
-    without_log_probs,
 )
 from recserve.schemas.text import MAX_TEXT_TIMEOUT_MS, TextRequest
 from recserve.schemas.validation import validation_error
@@ -45,7 +45,6 @@ from recserve.server.lifecycle import Lifecycle
 from recserve.server.threads import Threads, check_first, is_large, on_thread, reads_store
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
-from recserve.service.attribution import Signer
 from recserve.service.pending import Pending
 from recserve.service.slate_log.slate_log import SlateLog
 from recserve.service.text.pending_texts import PendingTexts
@@ -124,20 +123,6 @@ class AppState:
     threads: Threads = field(default_factory=Threads)
     inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
 
-    def log_slate(
-        self, body: RecommendRequest, answer: RecommendResponse, signer: Signer
-    ) -> RecommendResponse:
-        """Logs a slate that is about to be returned, if slates are logged.
-
-        Returns:
-            The answer as it is returned, without what is for the log only.
-        """
-        if self.slate_log is None:
-            return answer
-        user = None if body.user is None else body.user.id
-        self.slate_log.slate(user, answer, signer)
-        return without_log_probs(answer)
-
 
 class RequestContext:
     """A request with all that its handler needs; the middleware makes one for each request.
@@ -188,6 +173,11 @@ class RequestContext:
     def service(self) -> Service:
         """The service, also after it has been replaced. Raises NotReady if it takes no requests."""
         return self.state.lifecycle.service
+
+    @property
+    def untracked(self) -> bool:
+        """Whether the request is of a load test or another server, so that it is no user's."""
+        return UNTRACKED_HEADER in self.request.headers
 
     @property
     def open(self) -> bool:

@@ -26,7 +26,6 @@ from starlette.responses import Response
 from recserve.config import ConfigError, ServerConfig
 from recserve.core.errors import DeadlineExceeded
 from recserve.experiments.experiment import (
-    ARM_HEADER,
     Experiment,
     ForwardingError,
     ServingArm,
@@ -149,7 +148,7 @@ class Arms:
         user = None if body.user is None else body.user.id
         use: Use = "recommend" if isinstance(body, RecommendRequest) else "rank"
         draw = None
-        if ARM_HEADER not in context.request.headers:
+        if not context.untracked:
             draw = self.experiments.draw(use, user, trace.request_id, body)
         if draw is None:
             return await answer_items(context, begin, body)
@@ -184,7 +183,9 @@ class Arms:
             Exception: What the request fails with.
         """
         trace = context.trace
-        draw = self.experiments.draw("text", body.user, trace.request_id, body)
+        draw = None
+        if not context.untracked:
+            draw = self.experiments.draw("text", body.user, trace.request_id, body)
         if draw is None or draw.arm is None:
             trace.experiment = None if draw is None else draw.label
             return await write_texts(context, begin, body)

@@ -13,7 +13,8 @@ import msgspec
 
 from recserve.client import AnswerTooLarge, ApiError, AsyncClient, ClientOptions, DeadlinePassed
 from recserve.config import MIN_KEY_LENGTH, ConfigError
-from recserve.experiments.experiment import ARM_HEADER, ForwardingError, ServingArm
+from recserve.experiments.experiment import ForwardingError, ServingArm
+from recserve.schemas.experiments import UNTRACKED_HEADER
 from recserve.schemas.items import RankRequest, RecommendRequest
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class _Transport(httpx.AsyncHTTPTransport):
         self._label = label
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        request.headers[ARM_HEADER] = self._label
+        request.headers[UNTRACKED_HEADER] = self._label
         return await super().handle_async_request(request)
 
 

@@ -130,11 +130,15 @@ class Histories:
             log.error("a stored history is damaged: %s", error)
             return replace(EMPTY_HISTORY, degraded=("history_damaged",))
 
-    def add(self, body: EventsRequest) -> EventsResponse:
+    def add(self, body: EventsRequest, popular: bool = True) -> EventsResponse:
         """Stores events and corrections, and drops the cached prefixes that they invalidate.
 
         An invalid event does not affect the others. With `warm`, the engine precomputes the new
         prefixes of these users.
+
+        Args:
+            body: The events.
+            popular: Whether new events count for the list `popular`.
 
         Raises:
             StoreUnavailable: If the store does not answer.
@@ -152,7 +156,8 @@ class Histories:
                     wanted_events(revised.before, snapshot.items, self.types),
                     wanted_events(revised.after, snapshot.items, self.types),
                 )
-        self.catalog.count_events(incoming.new_keys, incoming.new_times)
+        if popular:
+            self.catalog.count_events(incoming.new_keys, incoming.new_times)
         self.prewarm.forget(revisions, self._snapshot)
         if self.successor is not None and revisions:
             self.successor.forget_all()

@@ -14,6 +14,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.experiments import load
 from recserve.service import Service
+from recserve.service.slate_log.reader import read_log
 from tests.support.grids import chosen
 from tests.support.http_server import http_server
 from tests.support.live_server import live
@@ -191,23 +192,28 @@ def test_slates_of_auto_are_exact_with_the_weight_that_auto_has(tmp_path):
     assert found == {"count": 8, "mean_overlap": 1.0, "identical_share": 1.0}
 
 
-def test_bench_says_that_the_server_divides_its_traffic(tmp_path):
-    folder = tiny_bundle(tmp_path)
+@pytest.mark.parametrize("command", ["bench", "ab"])
+def test_load_leaves_no_trace_in_experiments_and_slate_log(tmp_path, command):
+    folder, log = tiny_bundle(tmp_path), tmp_path / "slates"
     arms = [{"name": "wide"}, {"name": "narrow", "fields": {"beam_width": 10}}]
-    settings = {"experiments": [{"name": "width", "use": "recommend", "arms": arms}]}
-    with Service.open(folder) as service, live(service, **settings) as client:
+    one = {"name": "width", "use": "recommend", "arms": arms, "coverage": 1.0}
+    flags = ["--duration", 1, "--warmup", 0.2, "--rate", 20, "--no-calibrate", "--exact", 5]
+    if command == "ab":
+        flags += ["--arm", "a={}", "--arm", "b={}", "--mode", "paired"]
+    with Service.open(folder) as service, live(service, experiments=[one], slate_log=log) as client:
+        user = client.get("/playground/samples").json()["users"][0]
         url = str(client.base_url).rstrip("/")
-        flags = ("--duration", 1, "--warmup", 0.2, "--rate", 20, "--no-calibrate", "--exact", 0)
-        mixed = invoke("bench", url, "--data", folder, *flags, "--json")
-        plain = invoke("bench", url, "--data", folder, *flags, "--json", "--fields", FIXED)
-    for result, words in ((mixed, 1), (plain, 0)):
+        result = invoke(command, url, "--data", folder, *flags, "--json")
         assert result.exit_code == 0, result.output
-        warnings = json.loads(result.stdout)["warnings"]
-        assert sum("divides these requests by its own experiments" in w for w in warnings) == words
-        assert any("width/narrow" in w and "width/wide" in w for w in warnings) == bool(words)
+        assert json.loads(result.stdout)["summaries"][0]["num_requests"] > 5
+        body = {"user": {"id": user}, "k": 3, "request_id": "of-a-user"}
+        assert client.post("/v1/recommend", json=body).status_code == 200
+        (found,) = client.get("/v1/experiments").json()["experiments"]
+        assert sum(arm["requests"] for arm in found["arms"]) == 1
+        assert sum(arm["answers"] for arm in found["arms"]) == 1
+    assert read_log(log, "slates").num_rows == 1
 
 
-FIXED = '{"beam_width": 10}'
 AB_FILE = """
 url: {url}
 data: {data}

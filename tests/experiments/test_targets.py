@@ -86,26 +86,6 @@ def test_recserves_own_counts_are_read():
 
 
 @pytest.mark.parametrize(
-    ("label", "experiment"),
-    [
-        (None, ""),
-        ("foreign", ""),
-        ({"name": "x", "arm": "b", "mode": "split", "reason": None}, "x/b"),
-        ({"name": "x", "arm": None, "mode": "interleaved", "reason": None}, "x/interleaved"),
-        ({"name": "x", "arm": None, "mode": "split", "reason": "the request sets k"}, ""),
-        ({"name": "x", "arm": "a", "mode": "split", "reason": "stopped"}, ""),
-    ],
-)
-def test_the_experiment_of_an_answer_is_read(label, experiment):
-    slate = {"items": [], "experiment": label}
-    assert find_target("recommend").read(slate).experiment == experiment
-    joiner = StreamJoiner()
-    event = {"choices": [{"text": "a"}], "experiment": label}
-    joiner.feed(b"data: " + msgspec.json.encode(event) + b"\n\n", 0.0)
-    assert find_target("completions").read(joiner.answer()).experiment == experiment
-
-
-@pytest.mark.parametrize(
     "data",
     [
         b'data: {"error": {"message": "out of pages"}}\n\n',

@@ -50,13 +50,13 @@ async def delete_user(context: RequestContext, user_id: str) -> None:
 def _add(context: RequestContext, body: EventsRequest) -> EventsResponse:
     service, slates = context.service, context.state.slate_log
     experiments = context.state.experiments
-    answer = service.histories.add(body)
+    answer = service.histories.add(body, popular=not context.untracked)
     if all(event.attribution_token is None for event in body.events):
         return answer
     refused = {rejection.index for rejection in answer.rejected}
     users = "none" if slates is None else slates.settings.users
     outcomes, wrong = verify_tokens(body.events, refused, service.signer, users)
-    for outcome in outcomes:
+    for outcome in () if context.untracked else outcomes:
         if slates is not None:
             slates.outcome(outcome)
         if experiments is not None:

@@ -44,7 +44,7 @@ def server(folder, there, mode="split", use="recommend", **more):
 
 def alone(client, user):
     """The answer of a server outside its experiments."""
-    body, header = {"user": {"id": user}, "k": K}, {"x-recserve-arm": "test"}
+    body, header = {"user": {"id": user}, "k": K}, {"x-recserve-untracked": "test"}
     answer = client.post("/v1/recommend", json=body, headers=header).json()
     assert answer["experiment"] is None
     return answer
@@ -96,7 +96,7 @@ def test_items_that_only_the_other_server_knows_are_ranked(folder, there):
         answer = client.post("/v1/rank", json=body).json()
         assert answer["experiment"]["arm"] == "there"
         assert sorted(ids(answer)) == DROPPED and answer["missing_item_ids"] == []
-        own = client.post("/v1/rank", json=body, headers={"x-recserve-arm": "test"}).json()
+        own = client.post("/v1/rank", json=body, headers={"x-recserve-untracked": "test"}).json()
         assert sorted(own["missing_item_ids"]) == DROPPED
 
 

@@ -226,7 +226,7 @@ def test_a_circle_of_servers_ends_after_one_round(tmp_path):
     origin, headers = [], []
 
     async def relay(request):
-        headers.append(request.headers["x-recserve-arm"])
+        headers.append(request.headers["x-recserve-untracked"])
         async with httpx.AsyncClient(base_url=origin[0]) as onward:
             body = await request.read()
             answer = await onward.post(request.path, content=body, headers=dict(request.headers))
