@@ -125,20 +125,23 @@ def print_experiment(one: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from recserve.experiments.verdict import SAMPLE_RATIO_ALARM
+    from recserve.experiments.live_page import first_verdict_text
 
     status, reason = one["status"].replace("_", " "), one["reason"] or ""
     state = reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": ")
-    title = f"{one['name']} ({one['mode']}, coverage {one['coverage']:g}): {state}"
+    since = one["started"][:16].replace("T", " ")
+    title = f"{one['name']} ({one['mode']}, coverage {one['coverage']:g}, since {since}): {state}"
     table = Table(title=Text(title), title_justify="left")
-    for heading in ("arm", "weight", "requests", "errors", "empty", "p50 ms", "p99 ms", "95 %"):
+    users = ("users",) if one["mode"] == "split" else ()
+    counts = (*users, "requests", "errors", "empty")
+    for heading in ("arm", "weight", *counts, "p50 ms", "p99 ms", "95 %"):
         table.add_column(heading, justify="left" if heading == "arm" else "right")
     for arm in one["arms"]:
         low, high = (_number(arm[name]) for name in ("p99_low_ms", "p99_high_ms"))
         table.add_row(
             Text(arm["name"]),
             f"{arm['weight']:.3g}",
-            *(str(arm[name]) for name in ("requests", "errors", "empty")),
+            *(str(arm[name]) for name in counts),
             _number(arm["p50_ms"]),
             _number(arm["p99_ms"]),
             "-" if low == high == "-" else f"{low} to {high}",
@@ -151,9 +154,12 @@ def print_experiment(one: dict[str, Any]) -> None:
         if arm["verdict"] is not None:
             name = f"{arm['name']}: " if len(one["arms"]) > 2 else ""
             console.print(Text(f"{name}{arm['verdict']['text']}", style="bold"))
-    if one["sample_ratio_p"] is not None and one["sample_ratio_p"] < SAMPLE_RATIO_ALARM:
-        share = f"{one['sample_ratio_p']:.2g}"
-        console.print(Text(f"users are not divided by the weights (p = {share})", style="red"))
+        if arm["first_verdict"] is not None:
+            console.print(Text(first_verdict_text(arm["first_verdict"])))
+    if one["warning"] is not None:
+        console.print(Text(one["warning"], style="red"))
+    if not one["durable"]:
+        console.print(Text("a restart forgets this state and these counts", style="yellow"))
 
 
 def _goal_table(arms: list[dict[str, Any]]) -> Table:

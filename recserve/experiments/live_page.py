@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from recserve.experiments.charts import Axis, Markup, html_page, interval, section, table, tag
 from recserve.schemas.experiments import (
@@ -10,6 +14,7 @@ from recserve.schemas.experiments import (
     ArmVerdict,
     ExperimentsResponse,
     ExperimentStatus,
+    FirstVerdict,
     GoalStatus,
     VerdictKind,
 )
@@ -24,6 +29,7 @@ KINDS: dict[VerdictKind, str] = {
     "invalid": "invalid",
 }
 RESULTS = {"holds": "pass", "fails": "fail", "unclear": "unclear"}
+WORDS = {"holds": "not worse", "fails": "worse", "unclear": "too few requests"}
 GUARDRAILS = {"errors": "errors", "empty": "empty answers", "p99": "p99 latency"}
 MINUS = "\N{MINUS SIGN}"
 
@@ -50,11 +56,13 @@ def live_page(found: ExperimentsResponse, url: str) -> str:
 
 def _experiment(one: ExperimentStatus) -> Markup:
     state = one.status.replace("_", " ") + (f": {one.reason}" if one.reason else "")
-    said = f"{one.mode}, {one.coverage * 100:g} % of the users, {state}"
+    since = one.started[:16].replace("T", " ")
+    said = f"{one.mode}, {one.coverage * 100:g} % of the users, since {since} UTC, {state}"
     treatments = [arm for arm in one.arms if arm.verdict is not None]
     return tag(
         "div",
         tag("div", tag("h2", one.name), tag("p", said, class_="soft")),
+        tag("section", tag("p", one.warning), class_="card warnings") if one.warning else None,
         *(_verdict(arm, arm.verdict) for arm in treatments if arm.verdict),
         *(_goals(one, number) for number in range(len(one.arms[0].goals))),
         section("Arms", _arms(one)),
@@ -66,7 +74,11 @@ def _verdict(arm: ArmStatus, verdict: ArmVerdict) -> Markup:
     kind = KINDS[verdict.kind]
     word, _, reason = verdict.text.replace(" %", "\N{NO-BREAK SPACE}%").partition(": ")
     guards = [
-        tag("span", f"{GUARDRAILS[one.name]}: {one.result}", class_=f"badge {RESULTS[one.result]}")
+        tag(
+            "span",
+            f"{GUARDRAILS[one.name]}: {WORDS[one.result]}",
+            class_=f"badge {RESULTS[one.result]}",
+        )
         for one in verdict.guardrails
     ]
     first = arm.goals[0] if arm.goals else None
@@ -77,9 +89,26 @@ def _verdict(arm: ArmStatus, verdict: ArmVerdict) -> Markup:
         "div",
         tag("p", tag("span", word, class_=f"badge {kind}"), " ", tag("b", arm.name)),
         tag("p", reason, class_="sentence"),
+        None if arm.first_verdict is None else _first_verdict(arm.first_verdict),
         tag("p", *(part for guard in guards for part in (guard, " "))),
     )
     return tag("section", big, text, class_=f"card verdict {kind}")
+
+
+def _first_verdict(first: FirstVerdict) -> Markup:
+    text = first_verdict_text(msgspec.to_builtins(first))
+    return tag("p", text.replace(" %", "\N{NO-BREAK SPACE}%"), class_="note")
+
+
+def first_verdict_text(first: Mapping[str, Any]) -> str:
+    """Returns the first verdict on an arm with its time and counts, from its JSON."""
+    time, answers = (
+        first["time"][:16].replace("T", " "),
+        first["answers"] + first["control_answers"],
+    )
+    events = first["events"] + first["control_events"]
+    counts = f"{time} UTC, {answers:,} answers, {events:,} events"
+    return f"First verdict ({counts}): {first['text']}"
 
 
 def _goals(one: ExperimentStatus, number: int) -> Markup:
@@ -123,17 +152,20 @@ def _goal(arm: ArmStatus, goal: GoalStatus, axis: Axis) -> Markup:
 
 
 def _arms(one: ExperimentStatus) -> Markup:
+    users = one.mode == "split"
     rows = [
         [
             arm.name,
             f"{arm.weight:.3g}",
+            *([f"{arm.users:,}"] if users else []),
             *(f"{count:,}" for count in (arm.requests, arm.errors, arm.empty)),
             *(_ms(value) for value in (arm.p50_ms, arm.p99_ms)),
             f"{_ms(arm.p99_low_ms)} to {_ms(arm.p99_high_ms)}",
         ]
         for arm in one.arms
     ]
-    headings = ["arm", "weight", "requests", "errors", "empty", "p50 ms", "p99 ms", "95 % of p99"]
+    counts = ["users", "requests"] if users else ["requests"]
+    headings = ["arm", "weight", *counts, "errors", "empty", "p50 ms", "p99 ms", "95 % of p99"]
     return table(headings, rows)
 
 

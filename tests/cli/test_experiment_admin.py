@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from recserve.cli import app
+from recserve.cli import app, experiment_admin
 from recserve.experiments.live_page import live_page
 from recserve.schemas.experiments import ExperimentsResponse
 from recserve.service import Service
-from tests.support.experiment_answers import experiments
+from tests.support.experiment_answers import WARNING, experiments
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -39,9 +39,10 @@ def client(tmp_path_factory):
 def test_list_stop_and_start(client):
     url = client.base_url
     listed = invoke("list", url)
-    assert listed.exit_code == 0 and "speed (split, coverage 1): running" in listed.stdout
+    assert listed.exit_code == 0 and "speed (split, coverage 1, since 20" in listed.stdout
+    assert "): running" in listed.stdout and "a restart forgets" not in listed.stdout
     stopped = invoke("stop", url, "speed", "--key", ADMIN)
-    assert stopped.exit_code == 0 and "coverage 1): stopped by an operator" in stopped.stdout
+    assert stopped.exit_code == 0 and "): stopped by an operator" in stopped.stdout
     found = json.loads(invoke("list", url, "--json").stdout)
     assert found == client.get("/v1/experiments").json()
     assert found["experiments"][0]["status"] == "stopped"
@@ -68,10 +69,21 @@ def test_list_shows_goals_and_verdicts_and_writes_a_report(client, tmp_path):
     assert "Goal: click" in page and "1 of at least 50 clicks" in page
 
 
+def test_the_list_shows_what_an_analyst_needs(monkeypatch):
+    monkeypatch.setattr(experiment_admin, "ask", lambda *_: experiments())
+    listed = invoke("list", "http://h", COLUMNS="200").stdout
+    assert "since 2026-11-20 08:00" in listed and "users" in listed
+    first = "First verdict (2026-11-27 14:02 UTC, 1,615 answers, 210 events): keep control: clicks"
+    assert first in listed and "keep control: clicks fell by 51 %" in listed
+    assert WARNING in " ".join(listed.split())
+
+
 def test_a_report_shows_verdicts_of_every_kind():
     found = msgspec.convert(experiments("<b>bold</b>"), ExperimentsResponse)
     page = live_page(found, "http://h")
     assert "clicks fell by 51\N{NO-BREAK SPACE}% (31\N{NO-BREAK SPACE}% to 72" in page
+    assert "First verdict (2026-11-27 14:02 UTC, 1,615 answers" in page and WARNING in page
+    assert "since 2026-11-20 08:00 UTC" in page and "users" in page
     assert "<b>bold" not in page and "nothing to judge" in page
     assert "\N{MINUS SIGN}72.0\N{NO-BREAK SPACE}% to \N{MINUS SIGN}31.0" in page
 

@@ -258,6 +258,64 @@ def test_goals_are_different():
         experiment(goals=["click", "click"])
 
 
+def test_the_first_verdict_stays_beside_a_later_one_that_says_less(tmp_path):
+    """Looks come from people and from the thread that saves; a crash follows at once."""
+    drawn, one = random.Random(3), experiment()
+    store = SavedCounts(tmp_path / "counts", [one])
+    clicks = {"control": 0.1, "rpg": 0.05}
+    for part in range(40):
+        traffic(one, clicks, requests=100, seed=part)
+        looks = drawn.choice([Experiment.describe, Experiment.save])
+        looks(one)
+        if one._first_verdicts:
+            break
+    present = verdict(one)
+    again = after_a_crash(tmp_path / "counts", tmp_path / "copy", guard=None)
+    for each in (one, again):
+        control, arm = each.describe().arms
+        first = arm.first_verdict
+        assert control.first_verdict is None
+        assert (first.kind, first.text) == ("keep_control", present.text)
+        assert (first.answers, first.control_answers) == (arm.answers, control.answers)
+        assert (first.events, first.control_events) == (
+            *(arm.goals[0].events, control.goals[0].events),
+        )
+    traffic(one, {"control": 0.02, "rpg": 0.2}, requests=300, seed="more")
+    assert verdict(one).kind != "keep_control"  # the present verdict says something else
+    assert one.describe().arms[1].first_verdict == first
+    again.stop()
+    again.start()
+    assert again.describe().arms[1].first_verdict == first
+    store.close()
+
+
+def test_a_failing_guardrail_is_no_first_verdict():
+    one = experiment(guard=GUARD)
+    fall_back(one)
+    assert verdict(one).kind == "keep_control"
+    one.start()
+    assert one.describe().arms[1].first_verdict is None
+
+
+@pytest.mark.parametrize(
+    ("lost", "warns", "kind"),
+    [(0.0, False, "not_yet"), (0.15, True, "not_yet"), (0.4, True, "invalid")],
+)
+def test_users_that_are_hardly_divided_by_the_weights_are_a_warning(lost, warns, kind):
+    one, drawn = experiment(), random.Random(11)
+    for number in range(3000):
+        user = f"user-{number}"
+        if one.split.assign(user).arm == "control" or drawn.random() >= lost:
+            answer(one, user)
+    found = one.describe()
+    assert (found.warning is not None) == warns == (found.sample_ratio_p < 1e-3)
+    assert verdict(one).kind == kind and (kind == "invalid") == (found.sample_ratio_p < 1e-5)
+    if warns:
+        counts = ", ".join(f"{arm.users:,}" for arm in found.arms)
+        assert f"({counts} users, p = " in found.warning
+    assert sum(arm.users for arm in found.arms) <= 3000
+
+
 def test_counts_survive_a_restart(tmp_path):
     one = experiment()
     first = SavedCounts(tmp_path, [one])
@@ -293,10 +351,10 @@ def fall_back(one):
 GUARD = {"window_s": 86400, "min_requests": 10}
 
 
-def after_a_crash(folder, copy):
+def after_a_crash(folder, copy, guard=GUARD):
     """Returns the experiment of a process that starts with what lies on the disk now."""
     shutil.copytree(folder, copy)
-    again = experiment(guard=GUARD)
+    again = experiment(guard=guard)
     SavedCounts(copy, [again]).close()
     return again
 

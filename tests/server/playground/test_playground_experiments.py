@@ -143,23 +143,25 @@ def test_the_arms_of_the_server_stand_in_the_table(page, client):
         assert len(rows[name]) == len(one["arms"]) == 2
         for row, arm in zip(rows[name], one["arms"], strict=True):
             assert row[0] == arm["name"]
-            assert [float(text) for text in row[1:5]] == [
+            users = "–" if arm["users"] is None else str(arm["users"])
+            assert row[2] == users and (users == "–") == (one["mode"] != "split")
+            assert [float(text) for text in (row[1], *row[3:6])] == [
                 *(arm["weight"], arm["requests"], arm["errors"], arm["empty"])
             ]
             known = [arm["p50_ms"], arm["p99_ms"]]
-            assert row[5:7] == ["–" if value is None else ms(value) for value in known]
+            assert row[6:8] == ["–" if value is None else ms(value) for value in known]
 
 
 def test_intervals_have_two_ends_one_end_or_none(page, client):
     found, rows = settled(page, client)
     for row, arm in zip(rows["busy"], found["busy"]["arms"], strict=True):
-        assert row[7] == f"{ms(arm['p99_low_ms'])} to {ms(arm['p99_high_ms'])}"
+        assert row[8] == f"{ms(arm['p99_low_ms'])} to {ms(arm['p99_high_ms'])}"
     for row, arm in zip(rows["quiet"], found["quiet"]["arms"], strict=True):
         assert arm["p99_high_ms"] is None
-        assert row[7] == f"{ms(arm['p99_low_ms'])} or more"
+        assert row[8] == f"{ms(arm['p99_low_ms'])} or more"
     failing = found["faulty"]["arms"][1]
     assert failing["errors"] == failing["requests"] > 0 and failing["p99_ms"] is None
-    assert rows["faulty"][1][5:] == ["–", "–", "–"]
+    assert rows["faulty"][1][6:] == ["–", "–", "–"]
     charts = [
         [
             len(
@@ -180,7 +182,8 @@ def test_each_state_has_its_badge_and_its_reason(page, client):
     assert busy[:3] == ["running", "paired", "90 % of the traffic"]
     assert quiet[:3] == ["stopped", "split", "100 % of the traffic"]
     assert faulty[:2] == ["fallen back", "split"]
-    assert quiet[3].startswith("sample ratio p = ")
+    assert quiet[3] == "users split as planned"
+    assert busy[3].startswith("since 20") and quiet[4].startswith("since 20")
     notes = page.run("[...document.querySelectorAll('.experiment .notes')].map((n) => n.innerText)")
     found = listed(client)
     assert notes == [found["quiet"]["reason"], found["faulty"]["reason"]]
