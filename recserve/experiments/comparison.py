@@ -140,6 +140,8 @@ def decide(
         kind = "unclear"
         sentence = (
             f"No difference between {treatment} and {control} in {where} is shown: {figures}."
+            if interval.high <= UNBOUNDED / 2
+            else f"Too few requests to compare {treatment} with {control} in {where}."
         )
     else:
         kind = "better" if interval.high < 0 else "worse"
@@ -147,7 +149,9 @@ def decide(
         sentence = f"{treatment} is {word} than {control} in {where}: {figures}."
     if failed := failed_guardrails(guards):
         losses = "; ".join(f"{guard.name} {loss(guard)}" for guard in failed)
-        return "do_not_ship", f"Do not ship {treatment}: {causes(failed)}. {losses}. {sentence}"
+        # A latency of which nothing is known would blur the one thing that is.
+        shown = "" if kind == "unclear" else f" {sentence}"
+        return "do_not_ship", f"Do not ship {treatment}: {causes(failed)}. {losses}.{shown}"
     if open_ := [guard.name for guard in guards if guard.outcome == "unclear"]:
         kind = "unclear" if kind == "better" else kind
         sentence += f" Not enough data for the guardrail on {', '.join(open_)}."

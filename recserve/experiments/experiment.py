@@ -297,6 +297,15 @@ class Experiment:
         """Returns the arm of a name."""
         return next(arm for arm in self.arms if arm.name == name)
 
+    def division(self) -> tuple[tuple[int, ...], float | None]:
+        """Returns the units of each arm, and the p-value that they are divided by the weights.
+
+        The p-value is None without units, and so outside mode `split`.
+        """
+        with self._lock:
+            counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
+        return counts, _sample_ratio_p(counts, self.settings.weights)
+
     def see(self, unit: str, arm: str) -> None:
         """Remembers a unit for the sample-ratio check."""
         number = hash(unit)
@@ -503,8 +512,7 @@ class Experiment:
             now_s = self._clock()
             tallies = [_copy_arm(arm, now_s) for arm in self.arms]
             ran_s = self._running_s()
-            counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
-        sample_ratio_p = _sample_ratio_p(counts, self.settings.weights)
+        counts, sample_ratio_p = self.division()
         arms = [
             self._arm_status(arm, mine, tallies[0], sample_ratio_p, ran_s)
             for arm, mine in zip(self.arms, tallies, strict=True)

@@ -36,8 +36,9 @@ class EventInput(StrictStruct, frozen=True, kw_only=True, gc=False):
         value: A number that the event carries.
         correction: `replace` overwrites the user's stored event that has this event_id. `remove`
             deletes it, and reads user_id and event_id only. None stores a new event.
-        attribution_token: Token of the response that led to the event. A token that is not valid
-            is listed in `unattributed`, and the event is stored all the same.
+        attribution_token: Token of the response that led to the event. A token that is not valid,
+            or of a response that did not show the item, is listed in `unattributed`, and the event
+            is stored all the same.
     """
 
     user_id: AnyId
@@ -80,7 +81,8 @@ class EventsResponse(Struct, frozen=True, kw_only=True):
         rejected: Refused events with their reasons.
         warmed: Number of prefixes being prewarmed. It is below users times models if the queue is
             full; the other prefixes are computed on demand.
-        unattributed: Stored events whose attribution token is not valid, with the reason.
+        unattributed: Stored events that count for no response, with the reason: the attribution
+            token is not valid, or its response did not show the item.
     """
 
     accepted: int

@@ -610,6 +610,15 @@ class ExperimentCollector(Collector):
             "Automatic fall-backs to the control, by the guard that decided",
             labels=["experiment", "reason"],
         )
+        ratio = GaugeMetricFamily(
+            "recserve_experiment_sample_ratio_p",
+            "P-value that users are divided by the weights; doubtful below 0.001, wrong below 1e-5",
+            labels=["experiment"],
+        )
+        for one in found:
+            if (p := one.division()[1]) is not None:
+                ratio.add_metric([one.settings.name], p)
+        yield ratio
         for one in found:
             running.add_metric([one.settings.name], one.status == "running")
             for cause, count in one.fallbacks.items():

@@ -89,6 +89,14 @@ def test_a_failed_guardrail_decides_even_if_no_latency_differs():
     assert {g.name for g in found.guardrails if g.outcome == "fail"} == {
         *("overlap of slates", "NDCG@10"),
     }
+    assert "latency" not in found.verdict  # nothing is known of it
+
+
+@pytest.mark.parametrize("statistic", ["mean", "p50", "p99"])
+def test_a_run_that_is_too_short_says_so_without_figures(statistic):
+    found = compared(made_run(shots=12), statistic=statistic, ndcg_margin=1.0)
+    assert "\N{INFINITY}" not in found.verdict and "inf" not in found.verdict
+    assert found.kind == "unclear"
 
 
 def test_a_faster_arm_is_not_better_before_its_guardrails_hold():

@@ -30,6 +30,8 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 EXPRESSIONS = [*QUERIES, *(rule["expr"] for group in RULES for rule in group["rules"])]
 NAME = re.compile(r"\b(?:recserve|process|python)_\w+")
 
+ONE = {"name": "x", "use": "recommend", "arms": [{"name": "a"}, {"name": "b"}]}
+
 
 def names(expression: str) -> set[str]:
     return set(NAME.findall(re.sub(r'"[^"]*"', '""', expression)))
@@ -54,7 +56,9 @@ def page(text, tmp_path_factory) -> str:
     options = ServiceOptions(journal=folder / "items", text=text)
     with (
         Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", options) as service,
-        live(service, slate_log=folder / "slates", metrics_compat="vllm") as client,
+        live(
+            service, slate_log=folder / "slates", metrics_compat="vllm", experiments=[ONE]
+        ) as client,
     ):
         item = service.samples(0, 1)["items"][0]
         history = {"history": [item]}
@@ -80,6 +84,15 @@ def test_every_metric_of_dashboard_and_alerts_has_samples(page):
     assert value["recserve_inter_token_seconds_count"] > 10
     assert value["recserve_text_seconds_count"] == 2
     assert "vllm:spec_decode_num_drafts_total" in there
+
+
+def test_what_the_page_tells_to_watch_is_on_the_board():
+    """Degraded answers, errors by code, and experiments; the other tests know the names."""
+    shown = set().union(*map(names, QUERIES))
+    watched = {"recserve_degraded_answers_total", "recserve_errors_total"}
+    experiment = {"requests_total", "errors_total", "empty_total", "running", "fallbacks_total"}
+    experiment |= {"sample_ratio_p"}
+    assert watched | {f"recserve_experiment_{name}" for name in experiment} <= shown
 
 
 def test_every_panel_says_what_it_shows():
