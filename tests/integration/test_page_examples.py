@@ -138,6 +138,8 @@ class Reader:
         assert (fault := find_difference(shown, self.answer)) is None, f"{request}: {fault}"
         if request.variable is not None:
             self.variables[request.variable] = answer.json()[request.field]
+            # The pages say that this id stands for an item of the slate.
+            self.variables["item000009"] = answer.json()["items"][0]["item_id"]
 
     def read_block(self, text: str, kind: str | tuple[str, dict[str, object]]) -> None:
         """Sends a JSON block, or compares it with an answer."""
@@ -168,7 +170,7 @@ class Reader:
         """Sends a request; it must be served, and in full."""
         client = self.start()
         for name, value in self.variables.items():
-            body = body and body.replace(f"${name}", value)
+            body = body and body.replace(name if name.startswith("item") else f"${name}", value)
         for name in VERSIONS:
             if body and f'"{name}.' in body:
                 version = client.get("/version").json()["catalog_version"].partition(".")[0]
