@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.bounds import format_time
 from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.conversions import NUM_BUCKETS, RateSums
 from recserve.experiments.saved_counts import SavedArm, SavedExperiment
@@ -501,7 +500,7 @@ class Experiment:
             smallest_effect=self.settings.smallest_effect,
             sample_ratio_p=sample_ratio_p,
             warning=sample_ratio_warning(sample_ratio_p, counts),
-            started=format_time(self._started_us),
+            started=_moment(self._started_us),
             durable=self.durable,
             arms=[msgspec.structs.replace(arm, first_verdict=first.get(arm.name)) for arm in arms],
         )
@@ -532,7 +531,7 @@ class Experiment:
                     self._first_verdicts[arm.name] = FirstVerdict(
                         kind=arm.verdict.kind,
                         text=arm.verdict.text,
-                        time=format_time(time.time_ns() // 1000),
+                        time=_moment(time.time_ns() // 1000),
                         answers=arm.answers,
                         events=arm.goals[0].events,
                         control_answers=control.answers,
@@ -742,6 +741,11 @@ def _guardrails(
             *(_ms(one.value if one else None) for one in p99s),
         ),
     ]
+
+
+def _moment(time_us: int) -> str:
+    """Returns a time in RFC 3339, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_us / 1e6))
 
 
 def _to_bytes(sums: NDArray[np.int64]) -> bytes:
