@@ -1,7 +1,9 @@
-"""Classes that other distributions register under an entry-point group."""
+"""Classes that other distributions register under an entry-point group, and what they may raise."""
 
 from __future__ import annotations
 
+import threading
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, TypeVar, cast
@@ -18,10 +20,45 @@ class Pluggable:
 
 
 T = TypeVar("T", bound=Pluggable)
+OWN = ("recserve", "torch", "threading", "concurrent", "asyncio")
 
 
 class PluginError(RuntimeError):
     """An installed distribution registers a plug-in that cannot be used."""
+
+
+class PluginExit(RuntimeError):
+    """Code that ran for a request raised an error that would end a thread, such as SystemExit."""
+
+
+def request_error(error: BaseException) -> Exception:
+    """Returns the error that a request fails with, whatever the code that ran for it has raised.
+
+    An Exception stays what it is. SystemExit and its like would end the engine's thread or the
+    event loop, and with it the requests of others: they become a PluginExit, which names the code
+    that raised them.
+
+    Raises:
+        BaseException: On the main thread, an error that ends the program, such as Ctrl-C.
+    """
+    if isinstance(error, Exception):
+        return error
+    exits = isinstance(error, SystemExit | GeneratorExit)
+    if not exits and threading.current_thread() is threading.main_thread():
+        raise error
+    found = PluginExit(f"{_raiser(error)} raised {error!r}")
+    found.__cause__ = error
+    return found
+
+
+def _raiser(error: BaseException) -> str:
+    """Returns the name of the first function outside of this package that an error came through,
+    or of the last one of this package.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [f"{f.f_globals.get('__name__', '?')}.{f.f_code.co_qualname}" for f in frames]
+    outside = [name for name in names if name.split(".")[0] not in OWN]
+    return (outside or names[-1:] or ["unknown code"])[0]
 
 
 def with_plugins(group: str, base: type[object], built_in: Sequence[type[T]]) -> dict[str, type[T]]:
@@ -49,8 +86,8 @@ def with_plugins(group: str, base: type[object], built_in: Sequence[type[T]]) ->
 def _load(entry: EntryPoint, base: type[object]) -> type[Pluggable]:
     try:
         found = entry.load()
-    except Exception as error:
-        raise PluginError(f"{_source(entry)} cannot be loaded: {error!r}") from error
+    except BaseException as error:
+        raise PluginError(f"{_source(entry)} cannot be loaded: {request_error(error)!r}") from error
     if not (isinstance(found, type) and issubclass(found, base) and issubclass(found, Pluggable)):
         raise PluginError(f"{_source(entry)} is not a class derived from {base.__name__}")
     if found.name != entry.name:

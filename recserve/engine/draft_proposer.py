@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from recserve.core.draft_policy import MAX_DEPTH, Cost, DepthPolicy
+from recserve.core.plugins import request_error
 from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.engine.text_sequence import NO_BUDGET, TextSequence
 from recserve.kernels.cache.kv_pool import KVPool
@@ -98,7 +99,8 @@ class DraftProposer:
         for drafter, sequences, parts in calls.values():
             try:
                 drafter.read(parts)
-            except Exception as error:
+            except BaseException as raised:
+                error = request_error(raised)
                 refusals += [(sequence, error) for sequence in sequences]
         return refusals
 
@@ -122,8 +124,11 @@ class DraftProposer:
         """Tells the drafter that the text has ended or was preempted."""
         try:
             sequence.drafter.forget(sequence.context.id)
-        except Exception:
-            log.exception("the drafter %r failed to forget a text", sequence.drafter.name)
+        except BaseException as raised:
+            name = sequence.drafter.name
+            log.error(
+                "the drafter %r failed to forget a text", name, exc_info=request_error(raised)
+            )
         self._started.discard(sequence.context.id)
 
     def _calls(
@@ -177,7 +182,8 @@ class DraftProposer:
                 raise DrafterError(
                     f"the drafter {name!r} returned {len(proposed)} drafts for {len(texts)} texts"
                 )
-        except Exception as error:
+        except BaseException as raised:
+            error = request_error(raised)
             return [(s, error) for s in texts]
         taken_s = self._now() - began
         self._drafting_s += taken_s
@@ -195,7 +201,8 @@ class DraftProposer:
                 request = sequence.request
                 if not request.params.greedy:  # at temperature 0 every rule accepts by the argmax
                     verifiers()[request.speculation.verifier].check(draft)
-            except Exception as error:
+            except BaseException as raised:
+                error = request_error(raised)
                 refusals.append((sequence, error))
                 continue
             drafts[sequence] = draft

@@ -19,7 +19,8 @@ import torch
 
 from recserve.core.client import current_client
 from recserve.core.errors import EngineStopped
-from recserve.core.futures import wait_all
+from recserve.core.futures import ResultFuture, wait_all
+from recserve.core.plugins import request_error
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.core.sequence import SearchSequence, Sequence
 from recserve.core.strategy import Strategy
@@ -118,7 +119,12 @@ class Engine:
         sequences = []
         for request in requests:
             sequence = self._sequence_of(request)
-            self.schedulers[sequence.model].check(sequence)
+            try:
+                self.schedulers[sequence.model].check(sequence)
+            except Exception:
+                raise
+            except BaseException as error:
+                raise request_error(error) from error
             sequence.client = client
             sequences.append(sequence)
         with self._changed:
@@ -355,13 +361,13 @@ class Engine:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
             scheduler = self.schedulers[model]
             assert isinstance(scheduler, TextScheduler)
-            text = self._cancelled.watch(Future[Completion]())
+            text = self._cancelled.watch(ResultFuture[Completion]())
             return scheduler.sequence_of(request, text, self.drafters[name])
         if name not in self._strategies:
             raise ValueError(f"strategy is {name!r}; choose one of {self.selectable}")
         return SearchSequence(
             request=request,
-            future=self._cancelled.watch(Future[Result]()),
+            future=self._cancelled.watch(ResultFuture[Result]()),
             submitted_s=time.monotonic(),
             model=model,
             background=isinstance(request, PrewarmQuery),

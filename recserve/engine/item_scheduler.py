@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
+from recserve.core.plugins import request_error
 from recserve.core.request import (
     Continuation,
     LikelihoodQuery,
@@ -188,7 +189,8 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
             search = searches.replay(batch.graphs, batch.sequences)
             batch.state = batch.strategy.after_replay(batch.sequences, search)
             batch.graphs = ()
-        except Exception as error:
+        except BaseException as raised:
+            error = request_error(raised)
             log.exception("a captured search failed")
             self.batches = [one for one in self.batches if one is not batch]
             self._start_alone(batch.strategy, batch.sequences, error)
@@ -338,7 +340,8 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
             spent_ms = (time.perf_counter() - began) * 1e3 - (timing.draft_ms - drafted_ms)
             for sequence in sequences:
                 sequence.timing.verify_ms += spent_ms
-        except Exception as error:
+        except BaseException as raised:
+            error = request_error(raised)
             self._start_alone(strategy, sequences, error)
 
     def _start_alone(
@@ -364,7 +367,8 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
                 spent_ms = (time.perf_counter() - began) * 1e3
                 for sequence in batch.sequences:
                     sequence.timing.verify_ms += spent_ms
-            except Exception as error:
+            except BaseException as raised:
+                error = request_error(raised)
                 log.exception("a strategy failed to finish its requests")
                 results = [error] * len(batch.sequences)
             self._settle(batch, results)

@@ -423,7 +423,7 @@ class KVCache:
                 num_copied = length % self.page_size + bool(prefix.drafter)
                 self._copy(partial[0], own[0], min(num_copied, self.page_size))
             self._write(self._free_rows[-1], 0, pages)
-        except Exception:
+        except BaseException:
             self.allocator.release(pages)
             raise
         finally:

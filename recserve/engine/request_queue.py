@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from recserve.core.errors import DeadlineExceeded, QueueFull, TooManyQueries
+from recserve.core.plugins import request_error
 from recserve.core.request import (
     LikelihoodQuery,
     PrewarmQuery,
@@ -138,7 +139,8 @@ class RequestQueue:
                     continue
                 try:
                     lacking = self._admit(sequence, scheduler, max_running)
-                except Exception as error:
+                except BaseException as raised:
+                    error = request_error(raised)
                     self._fail(sequence, error)
                 else:
                     if lacking is not None:
@@ -181,7 +183,8 @@ class RequestQueue:
         scheduler = self.schedulers[sequence.model]
         try:
             admitted = not scheduler.isolating and scheduler.admit(sequence)
-        except Exception as error:
+        except BaseException as raised:
+            error = request_error(raised)
             self._fail(sequence, error)
             return
         if admitted:

@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
+from recserve.core.plugins import request_error
 from recserve.core.request import PromptQuery, Request, TextScoreQuery
 from recserve.core.sequence import Sequence
 from recserve.engine.capture import GraphSet
@@ -250,7 +251,8 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
             self._deliver()
             if self.isolating:
                 self._cleared.extend(self.pause())
-        except Exception as error:
+        except BaseException as raised:
+            error = request_error(raised)
             log.exception("a step failed")
             self._deliver()
             self._check_device()
@@ -307,8 +309,10 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
             self.fail(sequence.future, error)
         try:
             self.drop_all()
-        except Exception:
-            log.exception("the pages of ended requests could not be released")
+        except BaseException as raised:
+            log.error(
+                "the pages of ended requests could not be released", exc_info=request_error(raised)
+            )
 
     def _check_pages(self, pages: int, rows: str) -> None:
         """Raises RequestTooLarge if no request gets so many pages. `rows` says what needs them."""
@@ -375,7 +379,8 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
                 continue
             try:
                 admitted = self.readmit(sequence)
-            except Exception as error:
+            except BaseException as raised:
+                error = request_error(raised)
                 self.fail(sequence.future, error)
                 continue
             if not admitted:

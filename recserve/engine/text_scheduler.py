@@ -24,6 +24,7 @@ from typing import Any
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
+from recserve.core.plugins import request_error
 from recserve.core.sequence import Sequence
 from recserve.engine.capture import GraphSet
 from recserve.engine.draft_proposer import DraftProposer
@@ -429,7 +430,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
                 added = sequence.commit(tokens, draft, logprobs)
-            except Exception as error:
+            except BaseException as raised:
+                error = request_error(raised)
                 self._end([(sequence, error)])
                 first += 1 + draft.num_nodes
                 continue

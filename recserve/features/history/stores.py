@@ -118,7 +118,13 @@ def store_class(url: str) -> type[HistoryStore]:
             f"store scheme is {scheme[:20]!r}; expected lmdb:PATH, redis://... or unix://... "
             f"(known schemes: {known})"
         )
-    store: type[HistoryStore] = registered[scheme].load()
+    try:
+        store: type[HistoryStore] = registered[scheme].load()
+    except (Exception, SystemExit) as error:
+        entry = registered[scheme]
+        raise ValueError(
+            f"the store of {scheme}: ({entry.value}) cannot be loaded: {error!r}"
+        ) from error
     return store
 
 
@@ -248,6 +254,8 @@ class ExpiringStore(StoreWrapper):
                 return
             except StoreUnavailable as error:
                 log.warning("expired events are not deleted now: %s", error)
+            except BaseException:  # of a plug-in's store; a later sweep may succeed
+                log.exception("expired events are not deleted now")
             if self._stop.wait(min(self._max_age_s / 10, MAX_SWEEP_S)):
                 return
 

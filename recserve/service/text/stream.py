@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
+from recserve.core.plugins import request_error
 from recserve.core.request import Timing
 from recserve.schemas.logprobs import PromptLogprobs
 from recserve.speculation.completion import (
@@ -111,6 +112,7 @@ class TextStream:
         self._pieces: list[str] = []
         self._emitted = False
         self._ended = threading.Event()
+        self._failed: Exception | None = None
         self._last_accepted = False
         # Characters of the tokens since the last piece, and whether a draft proposed the tokens.
         self._token_texts: list[str] = []
@@ -166,12 +168,20 @@ class TextStream:
         """Emits the rest of the text with its finish reason, or the error."""
         try:
             self._finish(future)
+        except BaseException as error:
+            self._failed = request_error(error)
         finally:
             self._ended.set()
 
     def wait(self) -> None:
-        """Waits until `end` has run, which follows the future's completion immediately."""
+        """Waits until `end` has run, which follows the future's completion immediately.
+
+        Raises:
+            Exception: The error of the listener, if the last piece made it fail.
+        """
         self._ended.wait()
+        if self._failed is not None:
+            raise self._failed
 
     def _finish(self, future: Future[Any]) -> None:
         if future.cancelled():
