@@ -232,13 +232,14 @@ class Places:
     Attributes:
         capacity: Number of places.
         share: The share of one client. 1 sets no bound.
+        what: What the requests wait for, for messages.
         num_taken: Number of places that waiting requests have.
         taken_by: The same for each client that has any.
         departures: How fast places become free.
     """
 
-    def __init__(self, capacity: int, share: float) -> None:
-        self.capacity, self.share = capacity, share
+    def __init__(self, capacity: int, share: float, what: str = "this model") -> None:
+        self.capacity, self.share, self.what = capacity, share, what
         self.num_taken = 0
         self.taken_by: dict[bytes, int] = {}
         self.departures = Departures()
@@ -266,12 +267,12 @@ class Places:
                 f"most {limit} (max_queue {self.capacity}, queue_share {self.share:g}); split it"
             )
         if count > left:
-            message = f"{self.num_taken + num_ahead} requests wait for this model"
+            message = f"{self.num_taken + num_ahead} requests wait for {self.what}"
             if count > 1:
                 message += f", and this one needs {count} places"
             raise self._full(f"{message}; the queue has {self.capacity} places (max_queue)")
         raise self._full(
-            f"{own} requests of this client wait for this model; it may have {most} of "
+            f"{own} requests of this client wait for {self.what}; it may have {most} of "
             f"{self.capacity} places (queue_share {self.share:g} of those that others leave)"
         )
 

@@ -42,6 +42,7 @@ from recserve.server.request_middleware import RequestMiddleware
 from recserve.server.routes.completions import write_texts
 from recserve.server.routing import make_routes
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
+from recserve.server.threads import Threads
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
@@ -116,6 +117,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         config.text_timeout_ms,
         telemetry.slate_log,
         stall_timeout_s=config.stall_timeout_s,
+        threads=Threads(config.max_queue, config.queue_share),
     )
     if arms is not None:
         app_state = replace(

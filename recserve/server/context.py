@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -42,7 +42,13 @@ from recserve.server.body_decoder import decode
 from recserve.server.errors import BodyTooLarge, ClientGone, EncodedBody, NotReady
 from recserve.server.inference_counts import InferenceCounts
 from recserve.server.lifecycle import Lifecycle
-from recserve.server.threads import Threads, check_first, is_large, on_thread, reads_store
+from recserve.server.threads import (
+    Threads,
+    check_first,
+    is_large,
+    on_thread,
+    reads_store,
+)
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
 from recserve.service.pending import Pending
@@ -325,26 +331,34 @@ class RequestContext:
         prepare = partial(function, body, self.trace.request_id, deadline_s)
         call = check_first(self.service.engine, self.models, deadline_s, prepare)
         if self.service.histories.store.blocks and reads_store(body):
-            return await on_thread(self.state.threads.store, call)
+            return await on_thread(self.state.threads.store, call, deadline_s)
         if is_large(body):
-            return await on_thread(self.state.threads.items, call)
+            return await on_thread(self.state.threads.items, call, deadline_s)
         return call()
+
+    async def compute(self, function: Callable[[], A], large: bool) -> A:
+        """Calls a function of a request for items, on a thread if it takes milliseconds."""
+        return await on_thread(self.state.threads.items, function) if large else function()
 
     async def begin_text(self, function: Callable[[], A], deadline_s: float) -> A:
         """Calls a function that prepares texts, on a thread, because a long one takes a while.
+
+        Every request that applies a template or the tokeniser comes through here, whether it waits
+        for the engine afterwards or not.
 
         Args:
             function: Applies the template and tokenises.
             deadline_s: time.monotonic() value of the deadline.
 
         Raises:
-            QueueFull: If the request would be prepared for a queue that is full.
+            QueueFull: If the request would be prepared for a queue that is full, or if its client
+                has its share of the calls that wait for a thread.
             DeadlineExceeded: If the deadline passes before it is its turn.
         """
         engine = self.service.engine
         engine.check_queue(self.models)
         call = check_first(engine, self.models, deadline_s, function)
-        return await on_thread(self.state.threads.text, call)
+        return await on_thread(self.state.threads.text, call, deadline_s)
 
     def watch(self, deadline_s: float, what: str, end: Callable[[Exception], None]) -> Watch:
         """Calls a function when the client closes the connection, or when the deadline passes.
@@ -437,14 +451,14 @@ class RequestContext:
         self,
         works: Sequence[Pending[A]],
         deadline_s: float,
-        pool: ThreadPoolExecutor | None = None,
+        large: bool = False,
     ) -> list[A | Exception]:
         """Waits for pending answers and returns each answer or its error, in order.
 
         Args:
             works: The pending answers.
             deadline_s: time.monotonic() value of the deadline.
-            pool: Threads that make the answers from the engine's results; None makes them here.
+            large: Whether a thread makes the answers from the engine's results.
 
         Raises:
             ClientGone: If the client closes the connection; unfinished answers are cancelled.
@@ -457,7 +471,7 @@ class RequestContext:
         def answers() -> list[A | Exception]:
             return [work.outcome() for work in works]
 
-        return answers() if pool is None else await on_thread(pool, answers)
+        return await self.compute(answers, large)
 
     async def answer(
         self, function: Callable[[B, str, float], Pending[A]], body: B, deadline_s: float
@@ -470,8 +484,7 @@ class RequestContext:
             Exception: What the request fails with.
         """
         work = await self.begin(function, body, deadline_s)
-        pool = self.state.threads.items if is_large(body) else None
-        (outcome,) = await self.gather([work], deadline_s, pool)
+        (outcome,) = await self.gather([work], deadline_s, is_large(body))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

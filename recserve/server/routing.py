@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 from urllib.parse import quote, unquote
 
 import msgspec
 from starlette._utils import get_route_path
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from recserve.schemas.api import OPERATIONS, Operation
 from recserve.schemas.numbers import ENCODER
 from recserve.server.context import SURROGATES, RequestContext, check_utf8, context_of
+from recserve.server.threads import on_thread
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -57,7 +58,8 @@ class Handler:
         if inspect.iscoroutinefunction(self.function):
             answer = await self.function(context, **arguments)
         else:
-            answer = await run_in_threadpool(self.function, context, **arguments)
+            call = partial(self.function, context, **arguments)
+            answer = await on_thread(context.state.threads.reports, call)
         if isinstance(answer, Response):
             return answer
         if answer is None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from recserve.core.errors import DeadlineExceeded
+from recserve.core.client import current_client
+from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.plugins import request_error
 from recserve.engine.engine import Engine
+from recserve.engine.request_queue import Places
 from recserve.schemas.items import RankBatchRequest, RankRequest, RecommendRequest
 from recserve.server.errors import NotReady
 
@@ -21,6 +26,107 @@ LARGE_BATCH = 8
 LARGE_IDS = 512
 LARGE_K = 256
 LARGE_VALUES = 2048  # items times fields
+LARGE_BYTES = 64 << 10  # of a body that is not decoded by one call of a C function
+CLOSING = "the server is closing"
+LATE = "the deadline passed before the request was prepared"
+
+
+class FairThreads:
+    """A pool of threads that is shared evenly between clients.
+
+    A thread that becomes free takes the oldest call of the client with the fewest running calls,
+    and of several such clients that of the one served longest ago. A client may use a share of the
+    threads that other clients leave, and a share of the places in the line of waiting calls. A call
+    of a client that has none therefore starts at once, or after one call of another client.
+
+    A client is that of `recserve.core.client`.
+
+    Attributes:
+        num_threads: Number of threads.
+        share: Share of one client, as in `queue_share`. 1 sets no bound.
+        line: Places of the calls that wait.
+    """
+
+    def __init__(
+        self, num_threads: int, name: str, capacity: int = 1024, share: float = 0.5
+    ) -> None:
+        self.num_threads, self.share = num_threads, share
+        self.line = Places(capacity, share, "a thread that prepares them")
+        self._pool = ThreadPoolExecutor(num_threads, name)
+        self._lock = threading.Lock()
+        # The client that was served longest ago comes first.
+        self._waiting: dict[bytes, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._running: dict[bytes, int] = {}
+
+    def submit(self, function: Callable[[], A]) -> Future[A]:
+        """Calls a function on a thread, in the current context, when it is the client's turn.
+
+        Raises:
+            QueueFull: If the line is full, or the client has its share of it.
+            RuntimeError: If the pool takes no more calls.
+        """
+        client, future = current_client(), Future[A]()
+        call = partial(contextvars.copy_context().run, function)
+        with self._lock:
+            self.line.check(client, 1)
+            self._pool.submit(self._serve)
+            self.line.take(client)
+            self._waiting.setdefault(client, deque()).append((future, call))
+        return future
+
+    def shutdown(self) -> None:
+        """Takes no more calls and cancels those that wait. Threads end with the calls they have."""
+        with self._lock:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            waiting = [future for calls in self._waiting.values() for future, _ in calls]
+            self._waiting.clear()
+        for future in waiting:
+            future.cancel()
+
+    def _serve(self) -> None:
+        """Runs calls until none may start. A call that may not is left to a later end of one."""
+        client: bytes | None = None
+        while True:
+            with self._lock:
+                if client is not None:
+                    self._leave(client)
+                client = self._choose()
+                if client is None:
+                    return
+                future, call = self._take(client)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(request_error(error))
+            del future, call
+
+    def _choose(self) -> bytes | None:
+        """Returns the client whose oldest call starts next; None if no call may start."""
+        free = self.num_threads - sum(self._running.values())
+        best: bytes | None = None
+        fewest = self.num_threads
+        for client in self._waiting:
+            own = self._running.get(client, 0)
+            most = max(1, int((free + own) * self.share)) if client else self.num_threads
+            if own < min(fewest, most):
+                best, fewest = client, own
+        return best
+
+    def _take(self, client: bytes) -> tuple[Future[Any], Callable[[], Any]]:
+        """Removes the oldest call of a client, which is then the last one to be served again."""
+        calls = self._waiting.pop(client)
+        found = calls.popleft()
+        if calls:
+            self._waiting[client] = calls
+        self.line.leave(client)
+        self._running[client] = self._running.get(client, 0) + 1
+        return found
+
+    def _leave(self, client: bytes) -> None:
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
 
 
 class Threads:
@@ -31,38 +137,71 @@ class Threads:
         changes: Calls that read or change events and items, and wait for the store or the disk.
         items: Large requests for items.
         text: Chat templates and tokenisation.
+        reports: Metrics, and other handlers that are no coroutines.
     """
 
-    def __init__(self) -> None:
-        self.store = ThreadPoolExecutor(32, "store")
-        self.changes = ThreadPoolExecutor(32, "changes")
-        self.items = ThreadPoolExecutor(4, "items")
-        self.text = ThreadPoolExecutor(8, "text")
+    def __init__(self, capacity: int = 1024, share: float = 0.5) -> None:
+        """Makes the pools.
+
+        Args:
+            capacity: Calls that may wait for each pool (`max_queue`).
+            share: Share of one client in threads and waiting calls (`queue_share`).
+        """
+        self.store = FairThreads(32, "store", capacity, share)
+        self.changes = FairThreads(32, "changes", capacity, share)
+        self.items = FairThreads(4, "items", capacity, share)
+        self.text = FairThreads(8, "text", capacity, share)
+        self.reports = FairThreads(4, "reports", capacity, share)
 
     def close(self) -> None:
         """Takes no more work. Threads end with the work that they have."""
-        for pool in (self.store, self.changes, self.items, self.text):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.store, self.changes, self.items, self.text, self.reports):
+            pool.shutdown()
 
 
-async def on_thread(pool: ThreadPoolExecutor, function: Callable[[], A]) -> A:
+async def on_thread(
+    pool: FairThreads, function: Callable[[], A], deadline_s: float | None = None
+) -> A:
     """Returns what a function returns on a thread of the pool.
 
+    Args:
+        pool: The threads.
+        function: Called on one of them.
+        deadline_s: time.monotonic() value at which a call that still waits is dropped; None waits.
+
     Raises:
+        QueueFull: If the client has its share of the waiting calls, or too many wait.
+        DeadlineExceeded: If the deadline passes before the call begins.
         NotReady: If the pool takes no more work.
     """
-    run = partial(contextvars.copy_context().run, function)
     try:
-        result = asyncio.get_running_loop().run_in_executor(pool, run)
+        call = pool.submit(function)
+    except (QueueFull, NotReady):
+        raise
     except RuntimeError as error:
-        raise NotReady("the server is closing") from error
+        raise NotReady(CLOSING) from error
+    late = False
+
+    def drop() -> None:
+        nonlocal late
+        late = call.cancel()
+
+    timer = None
+    if deadline_s is not None:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        timer = asyncio.get_running_loop().call_later(left_s, drop)
     try:
-        return await result
+        return await asyncio.wrap_future(call)
     except asyncio.CancelledError:
+        if late:
+            raise DeadlineExceeded(LATE) from None
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise NotReady("the server is closing") from None  # the pool dropped what had not begun
+        raise NotReady(CLOSING) from None  # the pool dropped what had not begun
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 def check_first(
@@ -77,36 +216,50 @@ def check_first(
     def call() -> A:
         engine.check_queue(models)
         if time.monotonic() > deadline_s:
-            raise DeadlineExceeded("the deadline passed before the request was prepared")
-        return function()
+            raise DeadlineExceeded(LATE)
+        try:
+            return function()
+        except Exception:
+            raise
+        except BaseException as error:  # on the event loop, it would end the server
+            raise request_error(error) from error
 
     return call
 
 
 def is_large(body: object) -> bool:
-    """Returns whether a request takes milliseconds to prepare or to answer."""
-    match body:
-        case RecommendRequest():
-            ids = len(body.history or ()) + len(body.exclude.item_ids)
-            shown = body.k * len(body.fields)
-            large = ids > LARGE_IDS or body.k > LARGE_K or shown > LARGE_VALUES
-            quota = body.diversity is not None and body.diversity.at_least is not None
-            return body.filter is not None or quota or large
-        case RankRequest():
-            ids, shown = len(body.candidates), len(body.candidates) * len(body.fields)
-            return len(body.history or ()) + ids > LARGE_IDS or shown > LARGE_VALUES
-        case RankBatchRequest():
-            ids = sum(len(one.candidates) for one in body.requests)
-            shown = sum(len(one.candidates) * len(one.fields) for one in body.requests)
-            return len(body.requests) > LARGE_BATCH or ids > LARGE_IDS or shown > LARGE_VALUES
-    return False
+    """Returns whether a request takes milliseconds to prepare or to answer.
+
+    Args:
+        body: A request for items, a batch of them, or a list of those that one body has made.
+    """
+    requests = _requests(body)
+    ids = values = 0
+    for one in requests:
+        ids += len(one.history or ())
+        if isinstance(one, RankRequest):
+            ids += len(one.candidates)
+            values += len(one.candidates) * len(one.fields)
+            continue
+        quota = one.diversity is not None and one.diversity.at_least is not None
+        if one.filter is not None or quota or one.k > LARGE_K:
+            return True
+        ids += len(one.exclude.item_ids)
+        values += one.k * len(one.fields)
+    return len(requests) > LARGE_BATCH or ids > LARGE_IDS or values > LARGE_VALUES
 
 
 def reads_store(body: object) -> bool:
     """Returns whether a request needs the stored history of a user."""
+    return any([one.user is not None and one.history is None for one in _requests(body)])
+
+
+def _requests(body: object) -> Sequence[RecommendRequest | RankRequest]:
     match body:
         case RecommendRequest() | RankRequest():
-            return body.user is not None and body.history is None
+            return (body,)
         case RankBatchRequest():
-            return any(one.user is not None and one.history is None for one in body.requests)
-    return False
+            return body.requests
+        case list():
+            return body
+    return ()

@@ -1,5 +1,7 @@
 """Chat templates: what models' templates use works, what a sandbox must refuse is refused."""
 
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +21,8 @@ CHATML = """
     {%- endif %}
 {%- endif %}
 """
+# On a busy machine, the clock ends a template before its second of processor time is over.
+ENDED = (TemplateError, chat_template.TemplateTimeout)
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " Hi <b> "}]
 
 
@@ -134,7 +138,8 @@ def test_output_is_bounded(monkeypatch):
 )
 def test_time_is_bounded(monkeypatch, source, settings):
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.1)
-    with pytest.raises(TemplateError, match="more than 0.1 s|cannot be applied|too much memory"):
+    bounds = "more than 0.1 s|cannot be applied|too much memory|not applied within"
+    with pytest.raises(ENDED, match=bounds):
         ChatTemplate(source, {}).render([], settings)
     monkeypatch.undo()
     assert ChatTemplate(CHATML, {}).render(MESSAGES)  # the next one is rendered
@@ -152,7 +157,7 @@ def test_time_is_bounded(monkeypatch, source, settings):
     ids=["times", "center", "doubling", "lists"],
 )
 def test_memory_is_bounded(source):
-    with pytest.raises(TemplateError):
+    with pytest.raises(ENDED):
         ChatTemplate(source, {}).render([])
     assert ChatTemplate(CHATML, {}).render(MESSAGES)
 
@@ -160,10 +165,53 @@ def test_memory_is_bounded(source):
 def test_a_renderer_that_was_killed_is_started_again():
     template = ChatTemplate(CHATML, {})
     expected = template.render(MESSAGES)
-    renderer = chat_template._renderer()
-    renderer._process.kill()
-    renderer._process.wait()
+    for renderer in chat_template._renderers()._idle:
+        renderer._process.kill()
+        renderer._process.wait()
     assert template.render(MESSAGES) == expected
+
+
+@pytest.fixture
+def stopped():
+    """Processes that get no processor time, as on a busy machine; the only idle ones there are."""
+    ChatTemplate(CHATML, {})  # starts one
+    processes = [one._process for one in chat_template._renderers()._idle]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["short", "longer than a pipe"])
+@pytest.mark.parametrize("bound", ["clock", "deadline"])
+def test_time_is_bounded_by_the_clock(stopped, monkeypatch, bound, size):
+    template = ChatTemplate.__new__(ChatTemplate)
+    template._template = {"source": "{{ messages[0] }}", "special": {}}
+    deadline_s = time.monotonic() + 0.2 if bound == "deadline" else None
+    if bound == "clock":
+        monkeypatch.setattr(chat_template, "MAX_WAIT_S", 0.2)
+    for _ in stopped:
+        with pytest.raises(chat_template.TemplateTimeout, match="not applied within"):
+            template.render(["x" * size], deadline_s=deadline_s)
+    monkeypatch.undo()
+    assert template.render(["x" * size]) == "x" * size
+
+
+def test_a_template_that_does_not_end_holds_no_other_one(stopped, monkeypatch):
+    monkeypatch.setattr(chat_template, "MAX_WAIT_S", 60.0)
+    with ThreadPoolExecutor(len(stopped)) as pool:
+        template = ChatTemplate.__new__(ChatTemplate)
+        template._template = {"source": CHATML, "special": {}}
+        held = [pool.submit(template.render, MESSAGES) for _ in stopped]
+        while chat_template._renderers()._idle:
+            time.sleep(0.01)
+        text = template.render(MESSAGES)
+        assert not any(one.done() for one in held)
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+        assert {one.result(60) for one in held} == {text}
 
 
 def test_many_threads_share_the_renderer():

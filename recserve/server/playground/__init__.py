@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from dataclasses import dataclass
 from functools import cache
@@ -81,7 +80,7 @@ async def static(context: RequestContext, name: str) -> Response:
 @handles(Pages.samples)
 async def samples(context: RequestContext) -> Json:
     """Answers with users and items that the page offers."""
-    return await asyncio.to_thread(context.service.samples, NUM_USERS, NUM_ITEMS)
+    return await context.from_store(context.service.samples, NUM_USERS, NUM_ITEMS)
 
 
 @handles(Pages.recent)

@@ -26,14 +26,15 @@ async def embeddings(context: RequestContext, body: EmbeddingsRequest) -> Embedd
     begin = partial(context.service.text.embeddings.begin, body, deadline_s)
     work = await context.begin_text(begin, deadline_s)
     await context.wait(work.futures, deadline_s)
-    return await on_thread(context.state.threads.text, work.wait)
+    return await on_thread(context.state.threads.text, work.wait, deadline_s)
 
 
 @handles(Api.tokenize)
 async def tokenize(context: RequestContext, body: TokenizeRequest) -> TokenizeResponse:
     """Answers with tokens."""
-    call = partial(context.service.text.embeddings.tokenize, body)
-    return await on_thread(context.state.threads.text, call)
+    deadline_s = context.deadline_s(None)
+    call = partial(context.service.text.embeddings.tokenize, body, deadline_s)
+    return await context.begin_text(call, deadline_s)
 
 
 @handles(Api.tokenizer_info)
@@ -46,4 +47,4 @@ async def tokenizer_info(context: RequestContext) -> TokenizerInfo:
 async def detokenize(context: RequestContext, body: DetokenizeRequest) -> DetokenizeResponse:
     """Answers with a text."""
     call = partial(context.service.text.embeddings.detokenize, body)
-    return await on_thread(context.state.threads.text, call)
+    return await context.begin_text(call, context.deadline_s(None))

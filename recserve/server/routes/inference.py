@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib.metadata import version as installed
+from math import prod
 
 from starlette.responses import Response
 
@@ -40,6 +42,7 @@ from recserve.server.tensors import (
     slate_requests,
     slate_tensors,
 )
+from recserve.server.threads import LARGE_BYTES, LARGE_IDS, LARGE_VALUES, is_large
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
 
@@ -108,9 +111,11 @@ async def all_statistics(context: RequestContext) -> Statistics:
 
 
 async def _read_tensors(context: RequestContext) -> InferRequest:
-    """Reads the body of `infer`, JSON with binary data behind it."""
+    """Reads the body of `infer`, JSON with binary data behind it; a long one on a thread."""
     raw = await context.raw_body()
-    body = read_request(raw, context.request.headers.getlist(HEADER))
+    lengths = context.request.headers.getlist(HEADER)
+    call = partial(read_request, raw, lengths)
+    body = await context.compute(call, len(raw) > LARGE_BYTES)
     context.trace.rename(body.request_id)
     return body
 
@@ -135,31 +140,41 @@ async def infer(context: RequestContext, name: str, body: InferRequest) -> Respo
         id=context.trace.request_id,
         outputs=select_outputs(tensors, wanted),
     )
-    return write_response(answer, body.parameters, wanted)
+    write = partial(write_response, answer, body.parameters, wanted)
+    return await context.compute(write, sum(prod(one.shape) for one in tensors) > LARGE_VALUES)
 
 
 # Version of the models, and the outputs.
 Answered = tuple[str, list[OutputTensor]]
 
 
+def _is_long(body: InferRequest) -> bool:
+    """Returns whether the tensors have so many values that a thread reads them."""
+    return sum(prod(one.shape) for one in body.inputs) > LARGE_IDS
+
+
 async def _slates(context: RequestContext, body: InferRequest) -> Answered:
-    requests = slate_requests(body)
+    requests = await context.compute(partial(slate_requests, body), _is_long(body))
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
-    begin = context.service.recommender.begin_batch
-    works = await context.begin(begin, requests, deadline_s)
-    found = await context.gather(works, deadline_s)
+    works = await context.begin(context.service.recommender.begin_batch, requests, deadline_s)
+    large = is_large(requests)
+    found = await context.gather(works, deadline_s, large)
     answers = [context.record(outcome) for outcome in found]
-    return answers[0].model_version, slate_tensors(requests, answers)
+    tensors = await context.compute(partial(slate_tensors, requests, answers), large)
+    return answers[0].model_version, tensors
 
 
 async def _rankings(context: RequestContext, body: InferRequest) -> Answered:
-    requests, candidates = ranking_requests(body)
+    read = partial(ranking_requests, body)
+    requests, candidates = await context.compute(read, _is_long(body))
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
     works = await context.begin(context.service.ranker.begin_batch, batch, deadline_s)
-    found = await context.gather(works, deadline_s)
+    large = is_large(batch)
+    found = await context.gather(works, deadline_s, large)
     answers: list[RankResponse] = [context.record(one) for one in found]
-    return answers[0].model_version, ranking_tensors(requests, answers, candidates)
+    write = partial(ranking_tensors, requests, answers, candidates)
+    return answers[0].model_version, await context.compute(write, large)
 
 
 def _serving(context: RequestContext, name: str) -> Service:

@@ -15,7 +15,7 @@ from recserve.schemas.items import (
 from recserve.server.context import RequestContext
 from recserve.server.errors import error_answer
 from recserve.server.routing import handles, json_response
-from recserve.server.threads import is_large, on_thread
+from recserve.server.threads import is_large
 
 
 @handles(Api.rank)
@@ -29,8 +29,8 @@ async def rank_batch(context: RequestContext, body: RankBatchRequest) -> Respons
     """Answers with several rankings; those of many candidates are written on a thread."""
     deadline_s = context.deadline_s(body.timeout_ms)
     works = await context.begin(context.service.ranker.begin_batch, body, deadline_s)
-    pool = context.state.threads.items if is_large(body) else None
-    found = await context.gather(works, deadline_s, pool)
+    large = is_large(body)
+    found = await context.gather(works, deadline_s, large)
     trace = context.trace
     for outcome in found:
         if not isinstance(outcome, Exception):
@@ -45,4 +45,4 @@ async def rank_batch(context: RequestContext, body: RankBatchRequest) -> Respons
         ]
         return json_response(RankBatchResponse(request_id=trace.request_id, results=results))
 
-    return answer() if pool is None else await on_thread(pool, answer)
+    return await context.compute(answer, large)

@@ -32,7 +32,9 @@ from recserve.server.transport.connection_limits import ConnectionLimits
 from recserve.server.transport.flow_control import (
     HoldableFlow,
     OpenUntilRead,
+    SlowReader,
     limit_unread_answer,
+    limit_unread_bytes,
     send_without_chunks,
 )
 from recserve.server.transport.header_count import HeaderCount
@@ -95,17 +97,33 @@ class Connection(HttpToolsProtocol):
         """Handles a new connection; refuses it beyond the limit of connections."""
         super().connection_made(transport)
         self.flow = self._reading = HoldableFlow(transport)
+        limits = self.limits
+        self._reader = SlowReader(
+            transport, self.loop, limits.unread_timeout_s, limits.min_read_bytes_s
+        )
         if len(self.connections) > self.limits.max_connections:
             self._refusal = TooManyConnections("the server has reached its limit of connections")
             self._write_refusal(self._refusal)
             transport.close()
         else:
             limit_unread_answer(transport, self.limits.unread_timeout_s)
+            limit_unread_bytes(transport)
             self._watch()
+
+    def pause_writing(self) -> None:
+        """Handles that the client reads more slowly than the response is written."""
+        super().pause_writing()
+        self._reader.pause()
+
+    def resume_writing(self) -> None:
+        """Handles that the client has read most of what was written."""
+        super().resume_writing()
+        self._reader.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handles the end of the connection; stops the timers."""
         self._timer.stop()
+        self._reader.resume()
         for timer in (self._linger, self._ending):
             if timer is not None:
                 timer.cancel()

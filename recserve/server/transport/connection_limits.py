@@ -22,6 +22,8 @@ class ConnectionLimits:
             request counts from the start of the connection.
         body_timeout_s: Time from the last header to the end of the body.
         unread_timeout_s: Time in which a client must read some part of its response.
+        min_read_bytes_s: Bytes per second that a client must read of a response which waits for it,
+            on average over `unread_timeout_s`.
         max_connections: Number of connections; further clients get 503.
         max_queue: Number of requests that may wait for the engine; further ones get 429.
     """
@@ -31,6 +33,7 @@ class ConnectionLimits:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 30.0
+    min_read_bytes_s: int = 32 << 10
     max_connections: int = 4096
     max_queue: int = 1024
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+MAX_UNSENT_BYTES = 128 << 10  # that the system holds of one connection before it sends them
 
 
 class HoldableFlow(FlowControl):
@@ -58,6 +61,67 @@ class OpenUntilRead(asyncio.Transport):
     def close(self) -> None:
         """Ends the response; the connection closes it when the client has."""
         self._end_writing()
+
+
+class SlowReader:
+    """Ends a connection whose client reads its responses too slowly.
+
+    Only the time counts in which bytes wait in this process and writing is paused: a response that
+    the server itself makes slowly has none. In each `timeout_s` of that time, the client must read
+    `timeout_s * least_bytes_s` bytes. It holds for every kind of response, and also for one that
+    the application has already written.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+        least_bytes_s: float,
+    ) -> None:
+        self._transport, self._loop = transport, loop
+        self._timeout_s, self._least_bytes = timeout_s, timeout_s * least_bytes_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._began_s = 0.0  # of this pause
+        self._size = 0  # bytes that waited when it began
+        self._left_s = timeout_s
+        self._num_read = 0  # bytes read in the pauses since the last check
+
+    def pause(self) -> None:
+        """Notes that so many bytes wait that writing is paused."""
+        self.resume()
+        self._began_s = self._loop.time()
+        self._size = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(self._left_s, self._check)
+
+    def resume(self) -> None:
+        """Notes that writing goes on, or that the connection has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._left_s -= self._loop.time() - self._began_s
+            self._num_read += self._size - self._transport.get_write_buffer_size()
+
+    def _check(self) -> None:
+        self.resume()
+        if self._num_read < self._least_bytes:
+            self._transport.abort()
+            return
+        self._left_s, self._num_read = self._timeout_s, 0
+        self.pause()
+
+
+def limit_unread_bytes(transport: asyncio.Transport) -> None:
+    """Makes the system take no more bytes than it can soon send, so that the others are counted.
+
+    By default it takes megabytes, and then none for a minute although the client reads.
+    """
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    opened = transport.get_extra_info("socket")
+    if option is None or opened is None or opened.family == getattr(socket, "AF_UNIX", None):
+        return
+    with contextlib.suppress(OSError):  # a system without the option counts more coarsely
+        opened.setsockopt(socket.IPPROTO_TCP, option, MAX_UNSENT_BYTES)
 
 
 def limit_unread_answer(transport: asyncio.Transport, timeout_s: float) -> None:

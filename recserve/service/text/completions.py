@@ -62,7 +62,7 @@ class TextService:
             Exception: What the engine refuses the request with.
         """
         watch = Stopwatch()
-        plan = plan_completion(body, self.model)
+        plan = plan_completion(body, self.model, deadline_s)
         tokenizer = self.model.tokenizer
         shape = CompletionShape(tokenizer.all_bytes, body.logprobs is not None, _sources(body))
         echoed = [prompt.text if body.echo else "" for prompt in plan.prompts]
@@ -92,7 +92,7 @@ class TextService:
     ) -> PendingTexts:
         """Starts the responses to a chat. Arguments and errors as in `begin_completion`."""
         watch = Stopwatch()
-        plan = plan_chat(body, self.model)
+        plan = plan_chat(body, self.model, deadline_s)
         shape = ChatShape(self.model.tokenizer.all_bytes, bool(body.logprobs), _sources(body))
         streams = self._streams(plan, body.min_tokens, listener, [""])
         queries = _queries(body, plan, streams, deadline_s)

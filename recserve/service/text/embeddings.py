@@ -23,12 +23,14 @@ from recserve.schemas.encoding import (
 )
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import Usage
-from recserve.service.errors import ContextExceeded
 from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompt_scores import prompt_query
 from recserve.service.text.prompts import chat_text, check_tokens, encode_text, name_texts
 from recserve.tokenizer.token_bytes import shown, spelled
+
+# Tokens that /tokenize and /detokenize convert in one request, unless the context is longer.
+MAX_CONVERTED = 1 << 16
 
 
 class Embeddings:
@@ -56,7 +58,7 @@ class Embeddings:
         self.model.check_name(body.model)
         body.check()
         given = name_texts("input", body.input, MAX_INPUTS)
-        inputs = [self._tokens(param, one) for param, one in given.items()]
+        inputs = [self._tokens(param, one, deadline_s) for param, one in given.items()]
         queries: list[PromptQuery] = []
         num_tokens = 0
         for tokens in inputs:
@@ -80,17 +82,24 @@ class Embeddings:
 
         return Pending(self.engine.submit_all(queries), finish)
 
-    def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
-        """Returns the tokens of a text or of a chat's prompt. Raises as `begin`."""
+    def tokenize(self, body: TokenizeRequest, deadline_s: float | None = None) -> TokenizeResponse:
+        """Returns the tokens of a text or of a chat's prompt. Raises as `begin`.
+
+        It may have more tokens than the context, so that clients can count them, up to
+        MAX_CONVERTED.
+        """
         self.model.check_name(body.model)
         body.check()
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens is not False
         else:
             kwargs, follows = body.chat_template_kwargs, body.add_generation_prompt
-            text = chat_text(body.messages, kwargs, self.model, follows)
+            text = chat_text(body.messages, kwargs, self.model, follows, deadline_s)
             special = bool(body.add_special_tokens)
+        param = "prompt" if body.messages is None else "messages"
+        self._check_count(param, self.model.tokenizer.min_tokens(text))
         tokens = self.model.tokenizer.encode(text, special)
+        self._check_count(param, len(tokens))
         found = TokenizeResponse(count=len(tokens), max_model_len=self.model.context, tokens=tokens)
         if not body.return_token_strs:
             return found
@@ -106,6 +115,7 @@ class Embeddings:
     def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
         """Returns the text of tokens. Raises as `begin`."""
         self.model.check_name(body.model)
+        self._check_count("tokens", len(body.tokens))
         check_tokens("tokens", body.tokens, self.model)
         return DetokenizeResponse(prompt=self.model.tokenizer.decode(body.tokens))
 
@@ -121,13 +131,16 @@ class Embeddings:
             **names,
         )
 
-    def _tokens(self, param: str, given: str | list[int]) -> list[int]:
-        tokens = encode_text(param, given, self.model)
+    def _tokens(self, param: str, given: str | list[int], deadline_s: float | None) -> list[int]:
+        tokens = encode_text(param, given, self.model, deadline_s=deadline_s)
         if not tokens:
             raise InvalidRequest(param, "is empty; a vector needs at least one token")
-        if len(tokens) > self.model.context:
-            raise ContextExceeded(
-                param,
-                f"this model's context has {self.model.context} tokens; this text {len(tokens)}",
-            )
         return tokens
+
+    def _check_count(self, param: str, least: int) -> None:
+        """Refuses more tokens than /tokenize and /detokenize convert in one request."""
+        most = max(MAX_CONVERTED, self.model.context)
+        if least > most:
+            raise InvalidRequest(
+                param, f"expected at most {most} tokens, got {least} or more; split it"
+            )

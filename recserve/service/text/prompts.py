@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from recserve.core.errors import DeadlineExceeded
 from recserve.schemas.chat_messages import ChatMessage, ToolCall
 from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered
 from recserve.schemas.text import (
@@ -29,6 +31,7 @@ from recserve.speculation.drafters.registry import check_speculation, drafter_cl
 from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
 from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
+from recserve.tokenizer.chat_template import ChatTemplate, TemplateTimeout
 from recserve.tokenizer.template_sandbox import TemplateError
 
 COMPLETION_TOKENS = 16
@@ -73,17 +76,25 @@ class TextPlan:
     stops: list[str]
 
 
-def plan_completion(body: CompletionRequest, model: TextModel) -> TextPlan:
+def plan_completion(
+    body: CompletionRequest, model: TextModel, deadline_s: float | None = None
+) -> TextPlan:
     """Translates the body of a completion.
+
+    Args:
+        body: The request.
+        model: The served model.
+        deadline_s: time.monotonic() value after which the texts are useless; None means never.
 
     Raises:
         InvalidRequest: If a prompt is empty or invalid, or another field is out of range.
         ContextExceeded: If prompt and text do not fit the context.
+        DeadlineExceeded: If the deadline passes meanwhile.
         UnknownModel: If the body names another model.
     """
     model.check_name(body.model)
     body.check()
-    prompts = _completion_prompts(body, model)
+    prompts = _completion_prompts(body, model, deadline_s)
     most: list[int | None] = [body.most_tokens] * len(prompts)
     if body.most_tokens is None:
         rooms = [model.context - len(prompt.tokens) for prompt in prompts]
@@ -91,19 +102,18 @@ def plan_completion(body: CompletionRequest, model: TextModel) -> TextPlan:
     return _plan(body, model, prompts, most, body.logprobs)
 
 
-def plan_chat(body: ChatRequest, model: TextModel) -> TextPlan:
+def plan_chat(body: ChatRequest, model: TextModel, deadline_s: float | None = None) -> TextPlan:
     """Translates the body of a chat: renders its messages with the model's chat template.
 
     Raises:
         InvalidRequest: If the model has no template, the template rejects the messages, or another
             field is out of range.
-        ContextExceeded: If prompt and text do not fit the context.
-        UnknownModel: If the body names another model.
+        Exception: As `plan_completion`.
     """
     model.check_name(body.model)
     body.check()
-    text = chat_text(body.messages, body.chat_template_kwargs, model)
-    prompts = [_prompt("messages", text, False, model)]
+    text = chat_text(body.messages, body.chat_template_kwargs, model, deadline_s=deadline_s)
+    prompts = [_prompt("messages", text, False, model, deadline_s)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _plan(body, model, prompts, [body.most_tokens], logprobs)
 
@@ -113,6 +123,7 @@ def chat_text(
     settings: Mapping[str, TemplateSetting] | None,
     model: TextModel,
     answer_follows: bool = True,
+    deadline_s: float | None = None,
 ) -> str:
     """Returns the text of a conversation.
 
@@ -121,6 +132,7 @@ def chat_text(
         settings: Further variables for the chat template.
         model: The served model.
         answer_follows: Whether the text ends with the start of the assistant's turn.
+        deadline_s: time.monotonic() value after which the text is useless; None means never.
 
     Raises:
         InvalidRequest: If the model has no template, or the template rejects the messages.
@@ -131,12 +143,30 @@ def chat_text(
             "messages",
             "this model has no chat template; use /v1/completions, or start the server with one",
         )
+    turns = [_turn(n, m) for n, m in enumerate(messages)]
+    return apply_template(template, "messages", turns, settings, answer_follows, deadline_s)
+
+
+def apply_template(
+    template: ChatTemplate,
+    param: str,
+    turns: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any] | None,
+    answer_follows: bool = True,
+    deadline_s: float | None = None,
+) -> str:
+    """Returns the text of turns; `param` names the field that they come from, for errors.
+
+    Raises:
+        InvalidRequest: If the template refuses the turns, or computes for too long.
+        DeadlineExceeded: If the text is not ready in time.
+    """
     try:
-        return template.render(
-            [_turn(n, m) for n, m in enumerate(messages)], settings, answer_follows
-        )
+        return template.render(turns, settings, answer_follows, deadline_s)
+    except TemplateTimeout as error:
+        raise DeadlineExceeded(str(error)) from None
     except TemplateError as error:
-        raise InvalidRequest("messages", str(error)) from None
+        raise InvalidRequest(param, str(error)) from None
 
 
 def speculation(
@@ -203,12 +233,48 @@ def check_length(param: str, text: str, model: TextModel) -> None:
         )
 
 
-def encode_text(param: str, given: str | list[int], model: TextModel) -> list[int]:
-    """Returns the tokens of a text with special tokens, or checked token ids."""
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises DeadlineExceeded if a deadline has passed. It is called before each text is encoded,
+    because the texts of one body can take seconds.
+    """
+    if deadline_s is not None and time.monotonic() > deadline_s:
+        raise DeadlineExceeded("the deadline passed while the request was prepared")
+
+
+def encode_text(
+    param: str,
+    given: str | list[int],
+    model: TextModel,
+    special: bool = True,
+    deadline_s: float | None = None,
+) -> list[int]:
+    """Returns the tokens of a text, or checked token ids, if they fit the context.
+
+    The texts of a body are encoded one by one, so that the first one that does not fit refuses the
+    others before they cost anything.
+
+    Args:
+        param: Field of the request, for errors.
+        given: The text, or its token ids.
+        model: The served model.
+        special: Whether to add special tokens to a text.
+        deadline_s: time.monotonic() value after which the tokens are useless; None means never.
+
+    Raises:
+        ContextExceeded: If they do not fit the context.
+        InvalidRequest: If a token id is unknown.
+        DeadlineExceeded: If the deadline has passed.
+    """
+    check_deadline(deadline_s)
     if isinstance(given, str):
         check_length(param, given, model)
-        return model.tokenizer.encode(given)
-    check_tokens(param, given, model)
+        given = model.tokenizer.encode(given, special)
+    else:
+        check_tokens(param, given, model)
+    if len(given) > model.context:
+        raise ContextExceeded(
+            param, f"this model's context has {model.context} tokens; this text {len(given)}"
+        )
     return given
 
 
@@ -228,16 +294,16 @@ def _plan(
     return TextPlan(prompts, copies, params, drafting, stops)
 
 
-def _completion_prompts(body: CompletionRequest, model: TextModel) -> list[Prompt]:
+def _completion_prompts(
+    body: CompletionRequest, model: TextModel, deadline_s: float | None
+) -> list[Prompt]:
     """Returns the prompts of a body, in order. Raises InvalidRequest or ContextExceeded."""
     parts = name_texts("prompt", body.prompt, MAX_CHOICES)
     if len(parts) * (body.n or 1) > MAX_CHOICES:
         given_texts = f"{len(parts)} prompts with n = {body.n or 1}"
         raise InvalidRequest("prompt", f"expected at most {MAX_CHOICES} texts, got {given_texts}")
-    return [
-        _prompt(param, part, body.add_special_tokens, model, body.echo)
-        for param, part in parts.items()
-    ]
+    special, echo = body.add_special_tokens, bool(body.echo)
+    return [_prompt(param, part, special, model, deadline_s, echo) for param, part in parts.items()]
 
 
 def name_texts(
@@ -335,17 +401,19 @@ def _sampling(
 
 
 def _prompt(
-    param: str, given: str | list[int], special: bool, model: TextModel, echo: bool | None = False
+    param: str,
+    given: str | list[int],
+    special: bool,
+    model: TextModel,
+    deadline_s: float | None,
+    echo: bool = False,
 ) -> Prompt:
-    if isinstance(given, str):
-        check_length(param, given, model)
-        prompt = Prompt(param, model.tokenizer.encode(given, special), given, True)
-    else:
-        check_tokens(param, given, model)
-        prompt = _echoed(param, given, model) if echo else Prompt(param, given, "", False)
-    if not prompt.tokens:
+    tokens = encode_text(param, given, model, special, deadline_s)
+    if not tokens:
         raise InvalidRequest(param, "is empty; this model needs at least one token to continue")
-    return prompt
+    if isinstance(given, str):
+        return Prompt(param, tokens, given, True)
+    return _echoed(param, tokens, model) if echo else Prompt(param, tokens, "", False)
 
 
 def _echoed(param: str, tokens: list[int], model: TextModel) -> Prompt:

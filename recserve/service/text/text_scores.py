@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,7 +33,13 @@ from recserve.schemas.text import PromptDetails, Usage
 from recserve.service.errors import ContextExceeded
 from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
-from recserve.service.text.prompts import check_length, check_tokens
+from recserve.service.text.prompts import (
+    apply_template,
+    check_deadline,
+    check_length,
+    check_tokens,
+    encode_text,
+)
 
 A = TypeVar("A")
 INSTRUCTION = "Given a search query, retrieve relevant documents that answer the query"
@@ -91,8 +97,11 @@ class TextScores:
         self.model.check_name(body.model)
         body.check()
         check_tokens("label_token_ids", body.label_token_ids, self.model)
-        query = self._tokens("query", body.query, body.add_special_tokens)
-        items = [self._tokens(f"items[{n}]", item, False) for n, item in enumerate(body.items)]
+        query = self._tokens("query", body.query, body.add_special_tokens, deadline_s)
+        items = (
+            self._tokens(f"items[{n}]", item, False, deadline_s)
+            for n, item in enumerate(body.items)
+        )
 
         def respond(values: np.ndarray, usage: Usage) -> GenerativeScoringResponse:
             scores = _softmax(values) if body.apply_softmax else np.exp(values)
@@ -126,12 +135,16 @@ class TextScores:
         self.model.check_name(body.model)
         body.check()
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
-        question = self._question(body)
+        question = self._question(body, deadline_s)
         encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
         if most is None or most > self.model.context:  # otherwise cut to `most`
             for place, text in enumerate(texts):
                 check_length(f"documents[{place}]", text, self.model)
-        branches = [[*encode(text)[:most], *question.after] for text in texts]
+
+        def encode_documents() -> Iterator[list[int]]:
+            for text in texts:
+                check_deadline(deadline_s)
+                yield [*encode(text)[:most], *question.after]
 
         def respond(values: np.ndarray, usage: Usage) -> RerankResponse:
             scores = _softmax(values)[:, 0]
@@ -157,7 +170,7 @@ class TextScores:
         return self._begin(
             (question.param, "documents"),
             question.before,
-            branches,
+            encode_documents(),
             question.labels,
             deadline_s,
             respond,
@@ -167,7 +180,7 @@ class TextScores:
         self,
         params: tuple[str, str],
         query: list[int],
-        branches: Sequence[list[int]],
+        encoded: Iterable[list[int]],
         labels: tuple[int, ...],
         deadline_s: float | None,
         respond: Callable[[np.ndarray, Usage], A],
@@ -180,19 +193,22 @@ class TextScores:
         Args:
             params: Fields of the query and of the branches, for errors.
             query: Tokens of the query.
-            branches: Tokens of M branches.
+            encoded: Tokens of M branches. They are encoded one by one, so that the first one that
+                does not fit refuses the others before they cost anything.
             labels: K tokens to score after each branch.
             deadline_s: time.monotonic() value after which the scores are useless; None means never.
             respond: Makes the response from log-probabilities [M, K] and the usage.
         """
-        longest = max(range(len(branches)), key=lambda n: len(branches[n]))
-        size, above, below = len(branches[longest]), params[0], f"{params[1]}[{longest}]"
-        if len(query) + size > self.model.context:
-            raise ContextExceeded(
-                above if len(query) > size else below,  # the longer one
-                f"this model's context has {self.model.context} tokens; {above} takes "
-                f"{len(query)} and {below} {size}",
-            )
+        branches: list[list[int]] = []
+        for place, branch in enumerate(encoded):
+            above, below = params[0], f"{params[1]}[{place}]"
+            if len(query) + len(branch) > self.model.context:
+                raise ContextExceeded(
+                    above if len(query) > len(branch) else below,  # the longer one
+                    f"this model's context has {self.model.context} tokens; {above} takes "
+                    f"{len(query)} and {below} {len(branch)}",
+                )
+            branches.append(branch)
         places: dict[tuple[int, ...], int] = {}
         which = [places.setdefault(tuple(branch), len(places)) for branch in branches]
         keys = np.array(query, np.int64)
@@ -216,7 +232,7 @@ class TextScores:
 
         return Pending(self.engine.submit_all(requests), finish)
 
-    def _question(self, body: RerankRequest) -> Question:
+    def _question(self, body: RerankRequest, deadline_s: float | None) -> Question:
         """Builds the prompt around a document.
 
         The prompt ends where the tokens of "yes" and "no" first differ.
@@ -232,7 +248,8 @@ class TextScores:
                 {"role": "system", "content": RERANK_SYSTEM_PROMPT},
                 {"role": "user", "content": turn},
             ]
-            text, space = tokenizer.template.render(turns, {"enable_thinking": False}), ""
+            settings, space = {"enable_thinking": False}, ""
+            text = apply_template(tokenizer.template, param, turns, settings, deadline_s=deadline_s)
         before, found, after = text.partition(DOCUMENT_PLACEHOLDER)
         if not found or DOCUMENT_PLACEHOLDER in after:
             raise InvalidRequest("query", "the model's chat template must show it exactly once")
@@ -244,13 +261,10 @@ class TextScores:
         head = tokenizer.encode(before, special=tokenizer.template is None)
         return Question(param, head, yes[:same], (yes[same], no[same]))
 
-    def _tokens(self, param: str, given: str | list[int], special: bool) -> list[int]:
-        if isinstance(given, str):
-            check_length(param, given, self.model)
-            tokens = self.model.tokenizer.encode(given, special)
-        else:
-            check_tokens(param, given, self.model)
-            tokens = given
+    def _tokens(
+        self, param: str, given: str | list[int], special: bool, deadline_s: float | None
+    ) -> list[int]:
+        tokens = encode_text(param, given, self.model, special, deadline_s)
         if not tokens and param != "query":
             raise InvalidRequest(param, "is empty; an item needs at least one token")
         return tokens
