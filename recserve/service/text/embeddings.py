@@ -26,7 +26,13 @@ from recserve.schemas.text import Usage
 from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompt_scores import prompt_query
-from recserve.service.text.prompts import chat_text, check_tokens, encode_text, name_texts
+from recserve.service.text.prompts import (
+    chat_text,
+    check_deadline,
+    check_tokens,
+    encode_text,
+    name_texts,
+)
 from recserve.tokenizer.token_bytes import shown, spelled
 
 # Tokens that /tokenize and /detokenize convert in one request, unless the context is longer.
@@ -98,6 +104,7 @@ class Embeddings:
             special = bool(body.add_special_tokens)
         param = "prompt" if body.messages is None else "messages"
         self._check_count(param, self.model.tokenizer.min_tokens(text))
+        check_deadline(deadline_s)
         tokens = self.model.tokenizer.encode(text, special)
         self._check_count(param, len(tokens))
         found = TokenizeResponse(count=len(tokens), max_model_len=self.model.context, tokens=tokens)

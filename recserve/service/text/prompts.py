@@ -161,6 +161,7 @@ def apply_template(
         InvalidRequest: If the template refuses the turns, or computes for too long.
         DeadlineExceeded: If the text is not ready in time.
     """
+    check_deadline(deadline_s)
     try:
         return template.render(turns, settings, answer_follows, deadline_s)
     except TemplateTimeout as error:
