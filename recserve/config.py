@@ -97,8 +97,8 @@ class ServerConfig(BaseSettings):
         max_queue: Most requests that may wait for each model. Another request gets 429. Each text,
             input and ranking of a body counts.
         queue_share: Share of the places in a model's queue which one client may take, of those that
-            other clients leave. A client is a key of `api_keys`, or an address without keys. 1 sets
-            no bound.
+            other clients leave. It also bounds a client's share of the threads that prepare
+            requests. A client is a key of `api_keys`, or an address without keys. 1 sets no bound.
         trusted_proxies: Addresses and networks (`10.0.0.0/8`) of proxies whose `X-Forwarded-For`
             names the client. Other senders of this header are clients themselves.
         max_running: Most requests that share a forward pass. Fewer are answered sooner when the

@@ -45,6 +45,8 @@ RANKER: Models = ("ranker", "recommender")
 TEXT: Models = ("text",)
 # Codes of errors that several operations share.
 LANGUAGE = ("unknown_model", "unsupported", "context_length_exceeded")
+# Of requests that wait for a thread of the tokeniser, and for no queue.
+ENCODED = (*LANGUAGE, "deadline_exceeded")
 HISTORY = ("corrupt_history", "history_unavailable")
 EXPERIMENT = ("unknown_experiment", "experiment_not_saved")
 
@@ -395,7 +397,7 @@ class Api:
     ) -> c.EmbeddingsResponse:
         """Returns a vector per text: the mean of the model's final hidden states, of length 1."""
 
-    @operation("POST /tokenize", errors=LANGUAGE)
+    @operation("POST /tokenize", errors=ENCODED)
     def tokenize(
         self, body: c.TokenizeRequest, deadline_s: float | None = None
     ) -> c.TokenizeResponse:
@@ -405,7 +407,7 @@ class Api:
     def tokenizer_info(self, deadline_s: float | None = None) -> c.TokenizerInfo:
         """Returns the special tokens and the chat template of the language model, as vLLM does."""
 
-    @operation("POST /detokenize", errors=LANGUAGE)
+    @operation("POST /detokenize", errors=ENCODED)
     def detokenize(
         self, body: c.DetokenizeRequest, deadline_s: float | None = None
     ) -> c.DetokenizeResponse:

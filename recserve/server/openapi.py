@@ -100,6 +100,7 @@ def error_codes(row: Operation[Any, Any]) -> list[str]:
     codes = [*ALWAYS]
     if not row.open:
         codes += KEYS
+        codes.append("queue_full")  # of the calls that wait for a thread, if not of the engine
     if row.admin:
         codes.append("admin_disabled")
     elif row.counted:

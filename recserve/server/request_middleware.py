@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from recserve.core.plugins import request_error
 from recserve.server.access import Access
 from recserve.server.context import SCOPE_KEY, AppState, RequestContext
 from recserve.server.errors import ClientGone, error_response, row_of
@@ -64,7 +65,8 @@ class RequestMiddleware:
                     context.refuse_on_arrival()
                     # The router calls OperationRoute.handle: body, handler, response.
                     await self.app(routed, receive, answer)
-            except Exception as error:
+            except (Exception, SystemExit) as raised:
+                error = request_error(raised)  # SystemExit of a plug-in would end the server
                 self._note(context, error)
                 if not answer.started and not isinstance(error, ClientGone):
                     await error_response(error, scope["path"])(scope, receive, answer)

@@ -49,6 +49,11 @@ def ranking(candidates: int, history: int | None = None) -> RankRequest:
         (RankBatchRequest(requests=[ranking(1)] * MOST_REQUESTS), False),
         (RankBatchRequest(requests=[ranking(1)] * (MOST_REQUESTS + 1)), True),
         (RankBatchRequest(requests=[ranking(300)] * 2), True),
+        (RankBatchRequest(requests=[ranking(1, history=300)] * 2), True),
+        ([RecommendRequest(user=USER)] * MOST_REQUESTS, False),
+        ([RecommendRequest(user=USER)] * (MOST_REQUESTS + 1), True),
+        ([RecommendRequest(history=ids(300))] * 2, True),
+        ([RecommendRequest(user=USER, filter={"eq": ["category", "A"]})], True),
         (None, False),
     ],
 )
@@ -66,6 +71,8 @@ def test_large_requests(body, large):
         (ranking(1, history=2), False),
         (RankBatchRequest(requests=[ranking(1, history=2), ranking(1)]), True),
         (RankBatchRequest(requests=[ranking(1, history=2)]), False),
+        ([RecommendRequest(history=[]), RecommendRequest(user=USER)], True),
+        ([RecommendRequest(history=[])], False),
         (None, False),
     ],
 )
