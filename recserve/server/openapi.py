@@ -100,11 +100,13 @@ def error_codes(row: Operation[Any, Any]) -> list[str]:
     codes = [*ALWAYS]
     if not row.open:
         codes += KEYS
-        codes.append("queue_full")  # of the calls that wait for a thread, if not of the engine
     if row.admin:
         codes.append("admin_disabled")
-    elif row.counted:
-        codes.append("quota_exceeded")
+    else:
+        if row.counted:
+            codes.append("quota_exceeded")
+        if not row.open:
+            codes.append("queue_full")  # of the calls that wait for a thread, if not of the engine
     if has_input:
         codes += INPUT
     if has_input or row.parameters or row.admin:

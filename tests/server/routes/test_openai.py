@@ -438,7 +438,7 @@ def test_a_full_queue_and_a_passed_deadline(client, engine):
     engine.full = False
     engine.hold.set()
     with pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(**ASK, extra_body={"timeout_ms": 40})
+        client.completions.create(**ASK, extra_body={"timeout_ms": 2000})
     assert caught.value.status_code == 504
     until(lambda: engine.cancelled or engine.requests)
 
