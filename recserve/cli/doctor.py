@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -143,6 +144,17 @@ def check_measured_kernels() -> Finding:
     return Finding("measured kernels", "ok", measured())
 
 
+def _sum_up(found: dict[str, str]) -> list[tuple[str, str]]:
+    """Returns kinds of work with their kernel; where C does none, one line per type and reason."""
+    if any(kernel.startswith("C") for kernel in found.values()):
+        return list(found.items())
+    groups = Counter(
+        (work.rpartition("] ")[2], kernel) for work, kernel in found.items() if "] " in work
+    )
+    lines = [(f"products of {n} shapes, {kind}", kernel) for (kind, kernel), n in groups.items()]
+    return lines + [(work, kernel) for work, kernel in found.items() if "] " not in work]
+
+
 def check_served_kernels(
     bundle: Path | None, llm: Path | None, weights: str | None = None
 ) -> Finding:
@@ -164,7 +176,7 @@ def check_served_kernels(
     lines = [
         f"{model}: {work}: {kernel}"
         for model, found in kernels_in_use(build_engine(models)).items()
-        for work, kernel in found.items()
+        for work, kernel in _sum_up(found)
     ]
     return Finding("served kernels", "ok", "\n".join(lines) or "no models")
 

@@ -77,9 +77,6 @@ def _kernels(runner: Runner) -> dict[str, str]:
             name = products.type_name(module.weight.dtype)
             found[f"{list(module.weight.shape)} {name}", "torch: not packed"] += 1
     said = {f"{count} products {work}": kernel for (work, kernel), count in found.items()}
-    kernels = set(said.values())
-    if native.library() is None and len(kernels) == 1:  # no shape differs from another
-        said = {f"all {found.total()} products": kernels.pop()}
     return {**said, "attention": _attention(runner, adapter)}
 
 

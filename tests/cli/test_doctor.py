@@ -50,8 +50,8 @@ def test_kernels_of_served_models_are_listed_for_the_weights_that_serve(tmp_path
     folder = tiny_llm(tmp_path / "llm")
     for weights, shown in ((None, False), ("int8", True)):
         (finding,) = (f for f in doctor.examine(llm=folder, weights=weights) if "served" in f.name)
-        products = [line for line in finding.detail.splitlines() if " products " in line]
-        assert products and all(("int8" in line) == shown for line in products)
+        products = [line for line in finding.detail.splitlines() if ": products of " in line]
+        assert len(products) == 1 and all(("int8" in line) == shown for line in products)
 
 
 def test_a_missing_package_is_named():

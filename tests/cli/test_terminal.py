@@ -30,6 +30,19 @@ def test_tables_fill_the_terminal_and_shorten_titles(title, shown, width):
         assert all(shown in line for line in lines[3:5])
 
 
+@pytest.mark.parametrize("names", [["title"], ["title", "price"], ["price"]])
+def test_the_title_is_shown_once(names):
+    fields = dict.fromkeys(names, "seen")
+    item = RecommendedItem(item_id="a", score=1.0, rank=1, source="model", fields=fields)
+    ranked = RankedItem("a", 0.5, 1, {"click": 0.5}, fields=fields)
+    for table in (
+        slate_table(SimpleNamespace(exact=True, strategy="beam", items=[item]), lambda _: "pot"),
+        ranking_table(SimpleNamespace(scorer="ranker", items=[ranked]), lambda _: "pot"),
+    ):
+        headers = [str(column.header) for column in table.columns]
+        assert headers.count("title") == 1 and headers.count("price") == names.count("price")
+
+
 def test_one_of_a_kind_is_singular():
     counts = [format_count(number, "part") for number in (0, 1, 2, 11)]
     assert counts == ["0 parts", "1 part", "2 parts", "11 parts"]
