@@ -7,15 +7,21 @@ loaders read their files here, so that each of them refuses the same things in t
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json in use has some 35 MB
 T = TypeVar("T")
@@ -83,32 +89,107 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def from_stored(kind: type[T], values: Mapping[str, Any], noun: str) -> T:
-    """Makes a dataclass from stored settings.
-
-    Args:
-        kind: The dataclass.
-        values: Values by field.
-        noun: What the settings are of, for the error.
+def read_record(path: Path, kind: type[T]) -> T:
+    """Returns the dataclass that a JSON object holds, as `dataclasses.asdict` writes it.
 
     Raises:
-        UnreadableFile: If a setting is unknown to this version, or a required one is missing.
+        UnreadableFile: If a field is missing, unknown, or no value of its type. The message names
+            file and field.
     """
-    if not isinstance(values, Mapping):
-        raise UnreadableFile(f"{noun} is {_kind(values)}; expected settings by name")
-    known = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
-    required = {
-        name
-        for name, field in known.items()
-        if field.default is MISSING and field.default_factory is MISSING
-    }
-    for names, word in ((set(values) - set(known), "unknown"), (required - set(values), "missing")):
-        if names:
-            listed = ", ".join(sorted(map(str, names)))[:200]
-            raise UnreadableFile(
-                f"{noun} has {word} settings: {listed}; another version of recserve wrote it"
+    values = read_json_object(path)
+    try:
+        return parse_record(values, kind)
+    except (TypeError, ValueError) as error:
+        raise UnreadableFile(f"{path}: {error}") from error
+
+
+def parse_record(values: Mapping[str, Any], kind: type[T], place: str = "") -> T:
+    """Returns a dataclass of JSON values; lists become tuples.
+
+    Args:
+        values: Fields by name.
+        kind: The dataclass.
+        place: What the message puts before the name of a field.
+
+    Raises:
+        ValueError: If a field is missing, unknown, or no value of its type. Numbers are finite.
+    """
+    hints = _hints(kind)  # type: ignore[arg-type]  # a dataclass is hashable
+    if unknown := sorted(values.keys() - hints.keys()):
+        raise ValueError(
+            f"{place}{unknown[0]} is unknown; another version of recserve wrote it. Known are "
+            f"{', '.join(hints)}"
+        )
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        if field.name not in values and field.default is field.default_factory is MISSING:
+            raise ValueError(
+                f"{place}{field.name} is missing; another version of recserve wrote the file"
             )
-    return kind(**values)
+    return kind(**{name: _parse(v, hints[name], f"{place}{name}") for name, v in values.items()})
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _parse(value: Any, hint: Any, name: str) -> Any:
+    """Returns a JSON value as a value of a type. Raises ValueError."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    needed = [str(getattr(one, "__name__", one)) for one in options]
+    for option in options:
+        inner = get_args(option)
+        if option is type(None) and value is None:
+            return None
+        if get_origin(option) is Literal:
+            if type(value) in map(type, inner) and value in inner:
+                return value
+            needed[options.index(option)] = " or ".join(map(repr, inner))
+        elif is_dataclass(option) and isinstance(option, type) and isinstance(value, dict):
+            if len(options) == 1 or value.keys() <= _hints(option).keys():
+                return parse_record(value, option, f"{name}.")
+        elif get_origin(option) is tuple and isinstance(value, list | tuple):
+            kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+            if len(kinds) == len(value):
+                return tuple(
+                    _parse(one, kind, f"{name}[{place}]")
+                    for place, (one, kind) in enumerate(zip(value, kinds, strict=True))
+                )
+        elif option is float:
+            if type(value) in (int, float) and math.isfinite(value):
+                return value
+            needed[options.index(option)] = "a finite number"
+        elif option in (int, bool, str) and type(value) is option:
+            return value
+        elif get_origin(option) is dict and isinstance(value, dict):
+            return {key: _parse(one, inner[1], f"{name}.{key}") for key, one in value.items()}
+    raise ValueError(f"{name} is {value!r:.80}; expected {' or '.join(needed)}")
+
+
+def read_arrays(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a safetensors file, which has these and no others.
+
+    Raises:
+        UnreadableFile: If the file is damaged, lacks an array or has another one, or if one holds
+            NaN or infinity. The message names file and array.
+    """
+    import numpy as np  # here, so that a command that reads no arrays starts sooner
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(regular_file(path))
+    except (SafetensorError, OSError) as error:
+        raise UnreadableFile(f"{path} is not a safetensors file: {error}") from error
+    if missing := sorted(set(names) - arrays.keys()):
+        raise UnreadableFile(f"{path} has no array {missing[0]!r}")
+    if left := sorted(arrays.keys() - set(names)):
+        raise UnreadableFile(f"{path} has an array {left[0]!r} that has no place here")
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UnreadableFile(f"{path}: {name} holds NaN or infinity; the file is damaged")
+    return arrays
 
 
 def _kind(content: Any) -> str:

@@ -92,14 +92,14 @@ class BuildOptions:
         if self.levels not in (None, len(sizes)):
             raise ValueError(f"codes names {len(sizes)} levels; levels is {self.levels}")
         for name, low, high in (
-            ("text_dim", 0, 4096),
-            ("collaborative_dim", 0, 4096),
-            ("seed", 0, 2**31 - 1 - 64),
+            ("text_dim", 0, names.MAX_DIM),
+            ("collaborative_dim", 0, names.MAX_DIM),
+            ("seed", 0, names.MAX_SEED),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; expected {low}..{high}")
-        if not 0 < self.collaborative_weight <= 100:
+        if not 0 < self.collaborative_weight <= names.MAX_COLLABORATIVE_WEIGHT:
             raise ValueError(
                 f"collaborative_weight is {self.collaborative_weight}; expected 0..100"
             )

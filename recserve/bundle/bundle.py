@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,15 @@ from typing import Any, NamedTuple, Self
 
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.history.event_kinds import EventKinds
+from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
-from recserve.features.vectors.quantizer import Quantizer, load_quantizer
+from recserve.features.vectors.quantizer import (
+    MAX_CODES,
+    MAX_LEVELS,
+    Quantizer,
+    load_quantizer,
+)
 from recserve.features.vectors.text_encoder import TextEncoder
 from recserve.files import whole_file
 
@@ -36,6 +42,10 @@ ITEM_GRAPH = "item_graph.safetensors"  # in recommender/
 MODELS = ("recommender", "retriever", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha", "drafters/speculative")
 CATALOG_FILES = (CATALOG, VECTORS)
+QUANTIZER_FILES = ("config.json", "quantizer.safetensors")
+TEXT_FILES = (f"{TEXT}/terms.json", f"{TEXT}/text.safetensors")
+MODEL_FILES = ("config.json", "model.safetensors")
+RANKING_FILES = ("features.json", "features.safetensors")
 UNTRAINED = "untrained"
 # What servers read from each section of a manifest. The rest of a section is the record of how it
 # was made, and changes no answer.
@@ -46,6 +56,17 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "drafters/nezha": ("recommender",),
     "drafters/speculative": ("recommender",),
 }
+# Files without which a section is of no use.
+FILES: Mapping[str, tuple[str, ...]] = {
+    "build": (*CATALOG_FILES, EVENTS, *(f"{QUANTIZER}/{name}" for name in QUANTIZER_FILES)),
+    **{name: tuple(f"{name}/{file}" for file in MODEL_FILES) for name in (*MODELS, *DRAFTERS)},
+    "ranker": tuple(f"ranker/{file}" for file in (*MODEL_FILES, *RANKING_FILES)),
+}
+MAX_DENSE_WEIGHT = 100
+MAX_DIM = 4096  # of a part of an item vector
+MAX_COLLABORATIVE_WEIGHT = 100
+MAX_SEED = 2**31 - 1 - 64
+COLUMNS = ("kept", "filtered")  # of recommender.auto: requests that keep or filter seen items
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_FILES = 4096
 MAX_FILE_BYTES = 256 << 30
@@ -109,19 +130,23 @@ class Manifest:
 
     @property
     def type_names(self) -> tuple[str, ...]:
-        """Names of the event types. Raises BundleError if the section has something else."""
-        names = self.build.get("type_names", [])
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise BundleError(f"{MANIFEST}: build.type_names must be a list of strings")
-        return tuple(names)
+        """Names of the event types."""
+        return tuple(self.build.get("type_names", ()))
+
+    @property
+    def collaborative_dim(self) -> int:
+        """Number of columns of an item vector that come from events, the last ones."""
+        return int(self.build.get("collaborative_dim", 0))
+
+    @property
+    def dense_weight(self) -> float:
+        """Weight of the recommender's dense head if nothing names another."""
+        return float(self.recommender.get("dense_weight", 0.0))
 
     @property
     def event_kinds(self) -> EventKinds:
-        """Kinds of the event types. Raises BundleError if the section has something else."""
-        try:
-            return EventKinds.read_record(self.build.get("event_kinds", {}))
-        except ValueError as error:
-            raise BundleError(f"{MANIFEST}: build.event_kinds: {error}") from None
+        """Kinds of the event types."""
+        return EventKinds.read_record(self.build.get("event_kinds", {}))
 
     @property
     def recommender(self) -> dict[str, Any]:
@@ -174,6 +199,8 @@ class Manifest:
             raise BundleError(f"{MANIFEST}: files must be an object of at most {MAX_FILES} entries")
         for name, entry in raw["files"].items():
             files[name] = _entry(name, entry)
+        for section, values in sections.items():
+            _check_settings(section, values)
         return Manifest(versions[1], files, sections)
 
 
@@ -237,10 +264,11 @@ class Bundle:
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
-        """Opens a bundle and checks that each file in its manifest exists with its size.
+        """Opens a bundle and checks its settings, and that each file exists with its size.
 
         Raises:
-            BundleError: If a file is missing, is a link or has another size. The message names it.
+            BundleError: If a setting has another type or is out of range, or if a file is missing,
+                is a link or has another size. The message names it.
         """
         root = Path(path)
         source = root / MANIFEST
@@ -249,6 +277,7 @@ class Bundle:
         if source.stat().st_size > MAX_MANIFEST_BYTES:
             raise BundleError(f"{source}: larger than {MAX_MANIFEST_BYTES} bytes")
         bundle = Bundle(root, Manifest.from_json(source.read_bytes()))
+        _check_files(bundle.manifest)
         for name in bundle.manifest.files:
             bundle.path(name)
         return bundle
@@ -326,11 +355,44 @@ class Bundle:
     def catalog(self) -> Catalog:
         """Loads the catalogue. Raises BundleError if it is damaged."""
         try:
-            return Catalog.load(
+            catalog = Catalog.load(
                 self.path(CATALOG), self.path(VECTORS), self.manifest.catalog_version
             )
         except (ValueError, OSError) as error:
             raise BundleError(f"{self.root}: catalogue: {error}") from error
+        size, width = self.manifest.collaborative_dim, catalog.vectors.shape[1]
+        if size > width:
+            raise BundleError(
+                f"{self.root / MANIFEST}: build.collaborative_dim is {size}; {VECTORS} has "
+                f"vectors of {width} numbers"
+            )
+        return catalog
+
+    def encoders(self, catalog: Catalog) -> tuple[Quantizer, TextEncoder | None]:
+        """Loads what makes vectors and codes of new items, and compares it with the catalogue.
+
+        Raises:
+            BundleError: If a part is damaged or does not fit the catalogue.
+        """
+        quantizer, encoder = self.quantizer(), self.text_encoder()
+        ids, width = catalog.semantic_ids, catalog.vectors.shape[1]
+        sizes = ids.codebook_sizes[: -1 if ids.has_disambiguation else None]
+        if quantizer.codebook_sizes != sizes or quantizer.dim != width:
+            raise BundleError(
+                f"{self.root}: quantizer: it maps {quantizer.dim} numbers to codes of "
+                f"{quantizer.codebook_sizes}; the catalogue has {width} and {sizes}"
+            )
+        content = width - self.manifest.collaborative_dim
+        if encoder is not None and encoder.components.shape[1] != content:
+            raise BundleError(
+                f"{self.root}: text: it makes vectors of {encoder.components.shape[1]} numbers; "
+                f"the catalogue has {content} of texts"
+            )
+        return quantizer, encoder
+
+    def check_parts(self) -> None:
+        """Loads everything but the models and throws it away. Raises BundleError."""
+        self.encoders(self.catalog())
 
     def events(self) -> EventLog:
         """Loads the positive events of the build, which models are trained on and evaluated with.
@@ -423,6 +485,135 @@ class Bundle:
             if path.is_symlink():
                 raise BundleError(f"{path}: a link; a bundle holds plain files only")
         return path
+
+
+def _whole(least: int, most: int) -> Callable[[Any], str | None]:
+    """Returns a check of a setting, which returns what is expected if the value is another."""
+    return lambda value: (
+        None if type(value) is int and least <= value <= most else f"an integer in {least}..{most}"
+    )
+
+
+def _number(least: float, most: float) -> Callable[[Any], str | None]:
+    return lambda value: (
+        None
+        if type(value) in (int, float) and least <= value <= most
+        else f"a number in {least:g}..{most:g}"
+    )
+
+
+def _one_of(*choices: object) -> Callable[[Any], str | None]:
+    return lambda value: (
+        None
+        if any(type(value) is type(one) and value == one for one in choices)
+        else " or ".join(json.dumps(one) for one in choices)
+    )
+
+
+def _or_null(check: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
+    def either(value: Any) -> str | None:
+        expected = None if value is None else check(value)
+        return None if expected is None else f"{expected}, or null"
+
+    return either
+
+
+def _codes(value: Any) -> str | None:
+    check = _whole(2, MAX_CODES)
+    listed = isinstance(value, list) and 1 <= len(value) <= MAX_LEVELS
+    fits = all(check(one) is None for one in value) if listed else check(value) is None
+    return None if fits else f"{check('')}, or a list of them"
+
+
+def _texts(value: Any) -> str | None:
+    fits = isinstance(value, dict) and all(isinstance(one, str) and one for one in value.values())
+    return None if fits else "an object of texts"
+
+
+def _type_names(value: Any) -> str | None:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return "a list of strings"
+    try:
+        check_type_names(value)
+    except ValueError as error:
+        return f"names of event types: {error}"
+    return None
+
+
+def _event_kinds(value: Any) -> str | None:
+    try:
+        EventKinds.read_record(value)
+    except ValueError as error:
+        return f"kinds of event types: {error}"
+    return None
+
+
+def _digest_of_weights(value: Any) -> str | None:
+    fits = isinstance(value, str) and SHA256.fullmatch(value)
+    return None if fits else "the sha256 of a recommender's weights, 64 hex digits"
+
+
+def _auto(value: Any) -> str | None:
+    weight = _number(0, MAX_DENSE_WEIGHT)
+    fits = isinstance(value, dict) and set(value) == set(COLUMNS)
+    for one in value.values() if fits else ():
+        given = one if isinstance(one, dict) else {}
+        fits &= isinstance(given.get("strategy"), str) and weight(given.get("dense_weight")) is None
+    return (
+        None
+        if fits
+        else f"a strategy and a dense_weight of 0..{MAX_DENSE_WEIGHT} for {' and '.join(COLUMNS)}"
+    )
+
+
+# Every value that some code reads from a manifest. An absent one has its default.
+CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
+    "build": {
+        "type_names": _type_names,
+        "event_kinds": _event_kinds,
+        "quantizer": _one_of("residual", "product"),
+        "levels": _or_null(_whole(1, MAX_LEVELS)),
+        "codes": _or_null(_codes),
+        "text_dim": _whole(0, MAX_DIM),
+        "collaborative_dim": _whole(0, MAX_DIM),
+        "collaborative_weight": _number(5e-324, MAX_COLLABORATIVE_WEIGHT),
+        "seed": _whole(0, MAX_SEED),
+        "on_bad_rows": _one_of("error", "skip"),
+        "split": _texts,
+        "own_vectors": _one_of(True, False),
+        "has_timestamps": _one_of(True, False),
+    },
+    "recommender": {
+        "dense_weight": _number(0, MAX_DENSE_WEIGHT),
+        "auto": _or_null(_auto),
+        "seed": _whole(0, 2**63 - 1),
+    },
+    **{name: {"recommender": _digest_of_weights} for name in ("retriever", *DRAFTERS)},
+}
+
+
+def _check_settings(section: str, values: Mapping[str, Any]) -> None:
+    """Raises BundleError for a value of another type or outside its range."""
+    for name, check in CHECKS.get(section, {}).items():
+        if name in values and (expected := check(values[name])) is not None:
+            raise BundleError(
+                f"{MANIFEST}: {section}.{name} is {values[name]!r:.80}; expected {expected}"
+            )
+
+
+def _check_files(manifest: Manifest) -> None:
+    """Raises BundleError if a section lacks a file that it is of no use without."""
+    files, sections = manifest.files, manifest.sections
+    needed = {section: FILES.get(section, ()) for section in sections}
+    if any(name in files for name in TEXT_FILES) and "build" in sections:
+        needed["build"] += TEXT_FILES
+    for section, names in needed.items():
+        for name in names:
+            if name not in files:
+                raise BundleError(
+                    f"{MANIFEST}: there is a section {section}, but files has no {name}; copy the "
+                    "whole bundle again, or make this part again"
+                )
 
 
 def _entry(name: str, entry: Any) -> FileEntry:

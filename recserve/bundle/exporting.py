@@ -22,8 +22,8 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
     """Writes config.json, model.safetensors and items.parquet (item_id, tokens).
 
     A prompt is BOS followed by the tokens of at most `max_history_items` items, oldest first. An
-    item's score is the sum of the full-vocabulary log-softmax over its tokens. A failed export
-    leaves nothing behind.
+    item's score is the sum of the full-vocabulary log-softmax over its tokens. Level heads, which
+    only `rpg` reads, are left out. A failed export leaves nothing behind.
 
     Args:
         bundle: Bundle with a trained recommender.
@@ -49,6 +49,11 @@ def export_llama(bundle: Bundle, out: Path | str) -> list[Path]:
         raise BundleError(
             f"{bundle.root}: this recommender reads item vectors or ids, which a Llama cannot "
             "read; train one with --input codes"
+        )
+    if not model.config.autoregressive:
+        raise BundleError(
+            f"{bundle.root}: this recommender predicts all codes at once, which a Llama cannot do; "
+            "train one with --input codes"
         )
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -231,11 +231,12 @@ def _print(text: str, figures: dict[str, Any], json_file: Path | None) -> None:
 
 
 def verify(path: Annotated[Path, typer.Argument(metavar="BUNDLE")]) -> None:
-    """Compare every file of a bundle with its recorded sha256."""
+    """Compare every file of a bundle with its recorded sha256, and read its catalogue."""
     from recserve.bundle.bundle import Bundle
 
     bundle = Bundle.open(path)
     bundle.verify()
+    bundle.check_parts()
     versions = f"model {bundle.manifest.model_version}, catalogue {bundle.manifest.catalog_version}"
     typer.echo(f"{path}: {len(bundle.manifest.files)} files match, {versions}")
 

@@ -5,10 +5,8 @@ The trunk's fields have the names of Hugging Face's Llama and Qwen configuration
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from recserve.files import from_stored
 
 # Largest sizes of a decoder. Larger ones would fail in an allocation, if not before.
 MOST = {
@@ -20,6 +18,9 @@ MOST = {
     "intermediate_size": 1 << 24,
     "max_positions": 1 << 30,
 }
+MAX_ROWS = 1 << 31  # of a table of items
+MAX_HISTORY = 1 << 20  # items
+MAX_CODES = 1 << 16
 # Bounds of its numbers. Far outside of those of known models, a model computes nonsense.
 NORM_EPS = (1e-30, 1.0)
 ROPE_THETA = (1e-3, 1e15)
@@ -95,13 +96,6 @@ class DecoderConfig:
         check_number("norm_eps", self.norm_eps, NORM_EPS)
         check_number("rope_theta", self.rope_theta, ROPE_THETA)
         check_number("dropout", self.dropout, (0.0, 1.0))
-        if isinstance(self.rope_scaling, dict):
-            fields, scaling = self.rope_scaling, None
-            if "divisors" in fields:
-                scaling = RopeFactors(tuple(fields["divisors"]), fields["scale"])
-            object.__setattr__(
-                self, "rope_scaling", scaling or from_stored(RopeScaling, fields, "rope_scaling")
-            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -161,10 +155,18 @@ class RecommenderConfig:
             raise ValueError(
                 f"normalization is {self.normalization!r}; choose 'children' or 'vocabulary'"
             )
-        if not self.codebook_sizes or min(self.codebook_sizes) < 1:
+        if not self.codebook_sizes or not all(1 <= n <= MAX_CODES for n in self.codebook_sizes):
             raise ValueError(
-                f"codebook_sizes is {self.codebook_sizes}; name one size >= 1 per level"
+                f"codebook_sizes is {self.codebook_sizes}; name one size in 1..{MAX_CODES} per "
+                "level"
             )
+        for name, least, most in (
+            ("num_items", 0, MAX_ROWS),
+            ("vector_dim", 0, MOST["hidden_size"]),
+            ("max_history_items", 1, MAX_HISTORY),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least}..{most}")
         if self.input == "codes" and (self.vector_dim or self.id_embedding or self.dense_head):
             raise ValueError(
                 "input 'codes' takes no item vectors, id embedding or dense head; use 'items'"
@@ -192,24 +194,5 @@ class RecommenderConfig:
         return tuple(1 + sum(self.codebook_sizes[:level]) for level in range(self.num_levels))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form; `from_dict` reads it back."""
+        """Returns a JSON-ready form; `files.read_record` reads it back."""
         return asdict(self)
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> RecommenderConfig:
-        """Reads what `to_dict` wrote.
-
-        Raises:
-            ValueError: If a key is missing or unknown.
-        """
-        known = {f.name for f in fields(RecommenderConfig)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(
-                f"recommender config has unknown keys {unknown}; known: {sorted(known)}"
-            )
-        try:
-            decoder = from_stored(DecoderConfig, values["decoder"], "decoder")
-            sizes = tuple(int(size) for size in values["codebook_sizes"])
-        except KeyError as error:
-            raise ValueError(f"recommender config lacks the key {error}") from None
-        return RecommenderConfig(**{**values, "decoder": decoder, "codebook_sizes": sizes})

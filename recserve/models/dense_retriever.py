@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_json_object, regular_file
+from recserve.files import read_record, regular_file
+from recserve.models.config import MAX_ROWS, check_number
 from recserve.models.recommender import Recommender
-from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
 
@@ -54,6 +55,8 @@ class RetrieverConfig:
     offset_shares: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        for size in ("hidden_size", "width"):
+            check_number(size, getattr(self, size), (1, MAX_ROWS))
         for name, values, shares in (
             ("outcome", self.outcomes, self.outcome_shares),
             ("offset", self.offset_bounds, self.offset_shares),
@@ -152,22 +155,16 @@ def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetr
     """
     folder = Path(directory)
     try:
-        values = read_json_object(folder / "config.json")
-        lists = {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
-        config = RetrieverConfig(**{**values, **lists})
+        config = read_record(folder / "config.json", RetrieverConfig)
         weights = load_file(regular_file(folder / "model.safetensors"))
-    except (OSError, AttributeError, TypeError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable dense retriever: {error}") from error
-    check_finite(weights, folder / "model.safetensors")
     wanted = recommender.config.decoder.hidden_size
     if config.hidden_size != wanted:
         raise ValueError(
             f"{folder} was made for hidden size {config.hidden_size}; this recommender has {wanted}"
         )
-    check_shapes(DenseRetriever, config, weights, folder / "model.safetensors")
+    check_weights(DenseRetriever, config, weights, folder / "model.safetensors")
     retriever = DenseRetriever(config)
-    try:
-        retriever.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{folder} does not fit its config.json: {error}") from error
+    retriever.load_state_dict(weights)
     return retriever.to(recommender.tokens.weight).eval()

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from torch import Tensor
 
-from recserve.files import regular_file, whole_file
+from recserve.files import read_arrays, whole_file
 from recserve.kernels.host import on_device
 
 FILE = "history_bonus.safetensors"
@@ -149,11 +148,11 @@ def load_history_bonus(folder: Path, num_items: int) -> HistoryBonus | None:
     if not path.exists():
         return None
     try:
-        arrays = load_file(regular_file(path))
-        repeat = float(arrays["repeat"].reshape(()))
-        bonus = HistoryBonus(arrays["offsets"], arrays["rows"], arrays["links"], repeat)
+        arrays = read_arrays(path, ("offsets", "rows", "links", "repeat"))
+        repeat = float(arrays.pop("repeat").reshape(()))
+        bonus = HistoryBonus(**arrays, repeat=repeat)
         if bonus.num_items != num_items:
             raise ValueError(f"it has {bonus.num_items} items; the recommender has {num_items}")
         return bonus
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not a history bonus ({error})") from error

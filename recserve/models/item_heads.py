@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,12 +28,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, from_stored, read_json_object, regular_file
+from recserve.files import parse_record, read_json_object, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
 from recserve.models.recommender import Recommender
-from recserve.models.weight_check import check_finite
+from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
 RECURRENT = "recurrent"  # the only kind of head; older bundles may name another
@@ -54,6 +55,11 @@ class DraftPlan:
     nodes: float
     repairs: float
     proved: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; expected a number from 0 on")
 
 
 @dataclass(frozen=True)
@@ -86,14 +92,26 @@ class Calibration:
         """Reads what `to_dict` wrote.
 
         Raises:
-            TypeError: If a plan has other fields.
             ValueError: If the values have another form.
         """
         plans = {}
         for name, listed in values.items():
-            width, k = map(int, name.split("/"))
-            plans[width, k] = tuple(from_stored(DraftPlan, plan, "calibration") for plan in listed)
+            found = re.fullmatch(r"([1-9]\d{0,8})/([1-9]\d{0,8})", name, re.ASCII)
+            if found is None or not isinstance(listed, list) or not listed:
+                raise ValueError(
+                    f"calibration has {name[:40]!r}: {listed!r:.80}; expected WIDTH/K and plans"
+                )
+            plans[int(found[1]), int(found[2])] = parse_record(
+                {"plans": listed}, _Plans, f"calibration {name}: "
+            ).plans
+        if not plans:
+            raise ValueError("calibration is empty; expected plans by WIDTH/K, or null")
         return Calibration(plans)
+
+
+@dataclass(frozen=True)
+class _Plans:
+    plans: tuple[DraftPlan, ...]
 
 
 @dataclass(frozen=True)
@@ -260,37 +278,25 @@ def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead
     folder = Path(directory)
     try:
         values = read_json_object(folder / "config.json")
-        kind = values.get("head", RECURRENT)
+        kind = values.pop("head", RECURRENT)
         if kind != RECURRENT:
             raise ValueError(
                 f"{folder / 'config.json'} names the head {kind!r}; this release has {RECURRENT} "
                 "heads: run `recserve train drafter` again"
             )
-        config = SelfDraftConfig(
-            int(values["hidden_size"]),
-            tuple(values["codebook_sizes"]),
-            bool(values.get("placeholders", False)),
-        )
-        plans = values.get("calibration")
+        plans = values.pop("calibration", None)
+        if not isinstance(plans, dict | None):
+            raise ValueError(f"calibration is {plans!r:.80}; expected an object or null")
         calibration = None if plans is None else Calibration.from_dict(plans)
+        config = parse_record(values, SelfDraftConfig)
         weights = load_file(regular_file(folder / "model.safetensors"))
-    except (
-        OSError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        UnreadableFile,
-        SafetensorError,
-    ) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error
-    check_finite(weights, folder / "model.safetensors")
     wanted = SelfDraftConfig(target.config.decoder.hidden_size, target.config.codebook_sizes)
     if replace(config, placeholders=False) != wanted:
         raise ValueError(f"{folder} was made for {config}; this recommender is {wanted}")
+    check_weights(SelfDraftHead, config, weights, folder / "model.safetensors")
     head = SelfDraftHead(config)
     head.calibration = calibration
-    try:
-        head.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{folder} does not fit its config.json: {error}") from error
+    head.load_state_dict(weights)
     return head.to(target.tokens.weight).eval()

@@ -6,7 +6,9 @@ rejected by name. Nothing that would change the logits is ignored.
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,6 +38,8 @@ from recserve.models.config import (
 )
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.weight_check import largest
+
+log = logging.getLogger(__name__)
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # Largest numbers of a configuration, by its field; MAX_SIZE for all others.
@@ -82,8 +86,6 @@ def load_language_model(
     """
     config, stored = read_folder(folder)
     dtype = stored if dtype is None else dtype
-    with torch.device("meta"):
-        model = LanguageModel(config)
     files = tensor_files(folder)
     weights = {}
     used: set[str] = set()
@@ -111,6 +113,17 @@ def load_language_model(
                 )
             return tensor
 
+        if config.tied and HEAD in files and not torch.equal(read(HEAD), read(EMBEDDING)):
+            log.warning(
+                "%s: tie_word_embeddings is true, but %s differs from %s; it is the head, as in "
+                "transformers",
+                folder,
+                HEAD,
+                EMBEDDING,
+            )
+            config = replace(config, tied=False)
+        with torch.device("meta"):
+            model = LanguageModel(config)
         for name, empty in model.state_dict().items():
             weight = _assemble(name, read)
             if weight.shape != empty.shape:
@@ -120,10 +133,18 @@ def load_language_model(
                 )
             weights[name] = weight
     heads = _head_tensors(folder, config.decoder.num_layers)
-    left = {n for n in set(files) - used if not n.endswith(UNREAD) and not n.startswith(heads)}
-    if left:
+    left = {name for name in files if name not in used and not FREQUENCIES.fullmatch(name)}
+    if other := sorted(name for name in left if not name.startswith(heads)):
         raise UnsupportedModel(
-            f"{folder.name} has a tensor {min(left)!r} that its config.json has no place for"
+            f"{folder.name} has a tensor {other[0]!r} that its config.json has no place for"
+        )
+    if left:
+        log.info(
+            "%s: %d tensors of MTP modules or Medusa heads, such as %s, are no part of the model; "
+            "a drafter reads them",
+            folder,
+            len(left),
+            min(left),
         )
     model.load_state_dict(weights, assign=True)
     return model.requires_grad_(False).eval()
@@ -467,13 +488,14 @@ PARTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 OUTSIDE = {
-    "tokens.weight": "model.embed_tokens.weight",
+    "tokens.weight": EMBEDDING,
     "decoder.norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
+    "head.weight": HEAD,
 }
-# A tied head repeats the embedding. Old files contain the RoPE frequencies, computed here anyway.
-UNREAD = ("lm_head.weight", "rotary_emb.inv_freq")
+# Old files contain the RoPE frequencies, which follow from config.json.
+FREQUENCIES = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def _assemble(name: str, read: Callable[[str], Tensor]) -> Tensor:
@@ -512,11 +534,28 @@ def join_rows(pieces: Mapping[str, Tensor]) -> Tensor:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Returns the file of every tensor."""
-    index = folder / "model.safetensors.index.json"
+    """Returns the file of every tensor.
+
+    Raises:
+        UnsupportedModel: If there are no weights, or a file holds a tensor that the index does not
+            name there, which would be left out.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.exists():
-        return {name: folder / file for name, file in weight_map(index).items()}
-    single = folder / "model.safetensors"
+        files = {name: folder / file for name, file in weight_map(index).items()}
+        if single.exists() and single not in files.values():
+            raise UnsupportedModel(
+                f"{folder.name} has both {single.name} and {index.name}, which names "
+                f"{min(files.values()).name}; remove the wrong one"
+            )
+        for path in sorted(set(files.values())):
+            with opened_file(path) as file:
+                if left := sorted(name for name in file.keys() if files.get(name) != path):  # noqa: SIM118
+                    raise UnsupportedModel(
+                        f"{path} holds a tensor {left[0]!r} that {index.name} does not name there; "
+                        "add it to weight_map, or remove it from the file"
+                    )
+        return files
     if not single.exists():
         raise UnsupportedModel(
             f"{folder.name} has neither {single.name} nor {index.name}; weights are read from "

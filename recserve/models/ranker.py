@@ -21,14 +21,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import from_stored, read_json_object, regular_file, whole_file
+from recserve.files import read_record, regular_file, whole_file
 from recserve.models.attention import Attend
-from recserve.models.config import NORM_EPS, check_number
+from recserve.models.config import MAX_ROWS, MOST, NORM_EPS, check_number
 from recserve.models.decoder import Silu
 from recserve.models.growable_table import with_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_layers, pack_weights
-from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
@@ -73,8 +73,9 @@ class RankerConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tuple(self.tasks))
         for name, value in self.to_dict().items():
-            if name.startswith(SIZES) and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+            most = MOST.get(name, MAX_ROWS)
+            if name.startswith(SIZES) and not 1 <= value <= most:
+                raise ValueError(f"{name} is {value}; it must be in 1..{most}")
         for name in ("dropout", "id_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
@@ -85,7 +86,7 @@ class RankerConfig:
             raise ValueError(f"tasks are {self.tasks}; name at least one, each once")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form; `RankerConfig(**d)` reads it back."""
+        """Returns a JSON-ready form; `files.read_record` reads it back."""
         return asdict(self)
 
 
@@ -329,15 +330,17 @@ def load_ranker(
     """
     folder = Path(directory)
     try:
-        config = from_stored(RankerConfig, read_json_object(folder / CONFIG_FILE), CONFIG_FILE)
+        config = read_record(folder / CONFIG_FILE, RankerConfig)
         weights = load_file(regular_file(folder / WEIGHTS_FILE))
-        check_shapes(Ranker, config, weights, folder / WEIGHTS_FILE)
-        model = Ranker(config)
-        model.load_state_dict(weights)
-    except (OSError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no usable ranker: {error}") from error
-    check_finite(weights, folder / WEIGHTS_FILE)
-    model.bind_items(torch.as_tensor(vectors, dtype=torch.float32))
+    check_weights(Ranker, config, weights, folder / WEIGHTS_FILE)
+    model = Ranker(config)
+    model.load_state_dict(weights)
+    try:
+        model.bind_items(torch.as_tensor(vectors, dtype=torch.float32))
+    except ValueError as error:
+        raise ValueError(f"{folder} does not fit the catalogue: {error}") from error
     model = model.to(device).eval()
     model.freeze_items()
     return model

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_json_object, regular_file
+from recserve.files import read_record, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native import LevelCodes, NativeDescent
 from recserve.models.attention import Attend
@@ -28,7 +28,7 @@ from recserve.models.growable_table import with_rows
 from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
-from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
 BOS = 0
@@ -340,27 +340,27 @@ def load_recommender(
     does not fit.
     """
     directory = Path(directory)
-    values = read_json_object(directory / "config.json")
-    try:
-        config = RecommenderConfig.from_dict(values)
-    except TypeError as error:
-        raise ValueError(f"{directory / 'config.json'} is damaged: {error}") from error
+    config = read_record(directory / "config.json", RecommenderConfig)
     path = directory / "model.safetensors"
     try:
         weights = load_file(regular_file(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    check_finite(weights, path)
-    check_shapes(Recommender, config, weights, path)
+    if config.tied and (embedding := weights.get("tokens.weight")) is not None:
+        head = weights.setdefault("head.weight", embedding)  # the file of a tied model has none
+        if not torch.equal(head, embedding):
+            raise ValueError(
+                f"{path}: head.weight differs from tokens.weight, and config.json says that they "
+                "are tied; remove head.weight, or set tied to false"
+            )
+    check_weights(Recommender, config, weights, path)
     model = Recommender(config)
-    if model.config.tied:
-        weights["head.weight"] = weights["tokens.weight"]
-    try:
-        model.load_state_dict(weights)
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(f"{path} does not fit its config.json: {error}") from error
+    model.load_state_dict(weights)
     model.to(device)
     if codes is not None:
-        model.bind_items(codes, vectors)
+        try:
+            model.bind_items(codes, vectors)
+        except ValueError as error:
+            raise ValueError(f"{path} does not fit the catalogue: {error}") from error
     model.history_bonus = load_history_bonus(directory, config.num_items)
     return model.eval()

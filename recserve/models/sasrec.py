@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, from_stored, read_json_object, regular_file
+from recserve.files import read_record, regular_file
 from recserve.models.attention import DenseAttention
-from recserve.models.weight_check import check_finite, check_shapes
+from recserve.models.config import MAX_ROWS, MOST
+from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
 
@@ -52,15 +53,22 @@ class SasRecConfig:
     input_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, least in (
+            *(("num_items", 1), ("hidden_size", 1), ("num_layers", 0), ("num_heads", 1)),
+            *(("max_history_items", 1), ("vector_dim", 0)),
+        ):
+            most = MOST.get(name, MAX_ROWS)
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least}..{most}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; expected 0 to below 1")
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"hidden_size is {self.hidden_size}, not a multiple of num_heads {self.num_heads}"
             )
-        if self.num_items < 1:
-            raise ValueError(f"num_items is {self.num_items}; a catalogue has at least 1")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON-ready form; `SasRecConfig(**d)` reads it back."""
+        """Returns a JSON-ready form; `files.read_record` reads it back."""
         return asdict(self)
 
 
@@ -174,22 +182,15 @@ def load_sasrec(
         ValueError: If a file does not fit; the message names it.
     """
     directory = Path(directory)
-    try:
-        values = read_json_object(directory / "config.json")
-        config = from_stored(SasRecConfig, values, "it")
-    except (UnreadableFile, TypeError) as error:
-        raise ValueError(
-            f"{directory / 'config.json'} is not the config of a SASRec: {error}"
-        ) from error
+    config = read_record(directory / "config.json", SasRecConfig)
     path = directory / "model.safetensors"
     try:
         weights = load_file(regular_file(path))
-        check_shapes(SasRec, config, weights, path)
-        model = SasRec(config)
-        model.load_state_dict(weights)
-    except (SafetensorError, RuntimeError) as error:
-        raise ValueError(f"{path} does not fit its config.json: {error}") from error
-    check_finite(weights, path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    check_weights(SasRec, config, weights, path)
+    model = SasRec(config)
+    model.load_state_dict(weights)
     model.to(device)
     model.bind_vectors(vectors)
     return model.eval()

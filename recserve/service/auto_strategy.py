@@ -13,13 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recserve.bundle.bundle import BundleError
 from recserve.search.strategy import strategy_classes
 
 AUTO = "auto"
 SPECULATIVE, BEAM = "speculative", "beam"
-COLUMNS = ("kept", "filtered")
-MAX_WEIGHT = 100
 # Weight of the newest answer in the running mean of answer times.
 MEAN_WEIGHT = 0.1
 # An answer is expected in time if its mean time, times this factor, fits into the time left.
@@ -45,31 +42,13 @@ def read_auto(recommender: Mapping[str, Any]) -> dict[str, AutoSetting]:
     """Returns the settings of `auto` by column, `kept` or `filtered`; empty without a calibration.
 
     Args:
-        recommender: The manifest's section of the recommender.
-
-    Raises:
-        BundleError: If the manifest has something else there.
+        recommender: The manifest's section of the recommender, checked when it was opened.
     """
-    settings = recommender.get("auto")
-    if settings is None:
-        return {}
-    if not isinstance(settings, dict) or set(settings) != set(COLUMNS):
-        raise BundleError(
-            f"manifest.json: recommender.auto is {str(settings)[:80]!r}; expected settings for "
-            "kept and filtered"
-        )
-    found: dict[str, AutoSetting] = {}
-    for column, values in settings.items():
-        given = values if isinstance(values, dict) else {}
-        strategy, weight = given.get("strategy"), given.get("dense_weight", -1)
-        number = type(weight) in (int, float) and 0 <= weight <= MAX_WEIGHT
-        if not isinstance(strategy, str) or not number:
-            raise BundleError(
-                f"manifest.json: recommender.auto.{column} is {str(values)[:80]!r}; expected a "
-                f"strategy and a dense_weight of 0..{MAX_WEIGHT}"
-            )
-        found[column] = AutoSetting(strategy, float(weight))
-    return found
+    settings = recommender.get("auto") or {}
+    return {
+        column: AutoSetting(values["strategy"], float(values["dense_weight"]))
+        for column, values in settings.items()
+    }
 
 
 class StrategyChooser:

@@ -316,8 +316,9 @@ class LiveCatalog:
         if self._tools is None:
             bundle, catalog = self._bundle, self.current.catalog
             raw = self.embedding_size() == int(catalog.vectors.shape[1])
-            vectors = NewVectors(catalog, bundle.text_encoder(), self._content_size(), raw)
-            self._tools = vectors, IdAssigner(catalog.semantic_ids, bundle.quantizer())
+            quantizer, encoder = bundle.encoders(catalog)
+            vectors = NewVectors(catalog, encoder, self._content_size(), raw)
+            self._tools = vectors, IdAssigner(catalog.semantic_ids, quantizer)
         return self._tools
 
     def close(self) -> None:
@@ -399,7 +400,7 @@ class LiveCatalog:
 
     def _content_size(self) -> int:
         """Returns the number of columns of a vector that are not collaborative."""
-        collaborative = int(self._bundle.manifest.build.get("collaborative_dim", 0))
+        collaborative = self._bundle.manifest.collaborative_dim
         return int(self.current.catalog.vectors.shape[1]) - collaborative
 
     def _write(self, change: Callable[[LiveCatalog], T]) -> T:

@@ -203,13 +203,13 @@ class Service:
             )
             signer = _signer(options, replaced)
             shared = engine, catalog, histories, Envelope(signer, bundle.manifest.model_version)
-            retriever, settings = networks.heads.retriever, bundle.manifest.recommender
+            retriever = networks.heads.retriever
             recommender = RecommendService(
                 *shared,
                 item_prefixes,
-                dense_weight=float(settings.get("dense_weight", 0.0)),
+                dense_weight=bundle.manifest.dense_weight,
                 outcomes=() if retriever is None else retriever.config.outcomes,
-                auto=read_auto(settings),
+                auto=read_auto(bundle.manifest.recommender),
                 log_probs=options.log_probs,
             )
             ranker = None

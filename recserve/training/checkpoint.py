@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, from_stored, regular_file
+from recserve.files import UnreadableFile, parse_record, regular_file
 from recserve.models.write_tensors import write_tensors
 from recserve.training.optimizers import load_optimizer_state, optimizer_state
 from recserve.training.options import EpochRecord
@@ -118,7 +118,8 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     state.best = {n: t.to(device) for n, t in groups.get("best", {}).items()}
     load_optimizer_state(state.optimizers, groups.get("optimizer", {}))
     state.history = [
-        from_stored(EpochRecord, record, f"checkpoint {path.name}") for record in run.pop("history")
+        parse_record(record, EpochRecord, f"checkpoint {path.name}: ")
+        for record in run.pop("history")
     ]
     for name, value in run.items():
         setattr(state, name, value)

@@ -134,7 +134,7 @@ def past_bundle(
         report = train_recommender(
             past,
             TrainOptions(
-                seed=bundle.manifest.recommender["seed"],
+                seed=bundle.manifest.recommender.get("seed", 0),
                 max_minutes=max_minutes,
                 device="cuda" if torch.device(options.device).type == "cuda" else "cpu",
             ),

@@ -71,6 +71,7 @@ def test_commit_hashes_the_section_and_changes_the_model_version(copied: Path) -
     folder = bundle.directory("recommender")
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_bytes(b"{}")
     (folder / ".hidden").write_bytes(b"x")
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "state.safetensors").write_bytes(b"x")
@@ -80,7 +81,7 @@ def test_commit_hashes_the_section_and_changes_the_model_version(copied: Path) -
     assert again.manifest.recommender == {"input": "codes"} and again.has("recommender")
     assert not again.has("ranker")
     models = [n for n in again.manifest.files if n.startswith("recommender/")]
-    assert models == ["recommender/model.safetensors"]
+    assert models == ["recommender/config.json", "recommender/model.safetensors"]
     first = again.manifest.model_version
     assert first != UNTRAINED
     assert again.manifest.catalog_version == bundle.catalog().version

@@ -15,6 +15,7 @@ import pytest
 
 from recserve.bundle.bundle import Bundle
 from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.files import parse_record
 from recserve.models.config import RecommenderConfig
 from recserve.models.item_heads import Calibration
 from recserve.models.ranker import load_ranker
@@ -31,7 +32,7 @@ def read_recipe(folder: Path, settings: Settings) -> object:
 
 
 def read_recommender(folder: Path, settings: Settings) -> object:
-    return RecommenderConfig.from_dict(settings)
+    return parse_record(settings, RecommenderConfig)
 
 
 def read_ranker(folder: Path, settings: Settings) -> object:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from recserve.files import parse_record
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -121,7 +122,7 @@ def test_rotary_positions_equal_transformers(rope, older):
     near = positions < 20
     torch.testing.assert_close(rope_frequencies(config), theirs.inv_freq, rtol=1e-5, atol=0)
     torch.testing.assert_close(ours.cos[near], cos[0, near, :4], rtol=1e-5, atol=1e-5)
-    kept = DecoderConfig(**asdict(config))
+    kept = parse_record(json.loads(json.dumps(asdict(config))), DecoderConfig)
     assert kept == config
     again = fields | {"rope_scaling": None, "rope_parameters": rope_fields(config)}
     assert read_config(again).decoder == config

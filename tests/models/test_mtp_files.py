@@ -290,9 +290,10 @@ def test_a_published_folder_of_qwen_holds_other_parts_too(tmp_path, target):
     """The text model under another name, and a model of images."""
     fields, weights = qwen3_next()
     expected = load_mtp(write_folder(tmp_path / "alone", fields, weights), target)
-    others = ("language_model.embed_tokens", "language_model.layers.1.linear_attn.out_proj")
-    others += ("visual.blocks.0.attn.proj", "language_model.norm")
+    others = ("language_model.layers.1.linear_attn.out_proj", "visual.blocks.0.attn.proj")
     more = weights | {f"model.{name}.weight": torch.zeros(4) for name in others}
+    more |= {"model.language_model.embed_tokens.weight": target.tokens.weight.clone()}
+    more |= {"model.language_model.norm.weight": target.decoder.norm.weight - 1}  # as in the module
     network = load_mtp(write_folder(tmp_path / "whole", fields, more), target)
     for name, one in expected.state_dict().items():
         assert torch.equal(one, network.state_dict()[name]), name

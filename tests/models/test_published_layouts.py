@@ -133,7 +133,11 @@ REFUSED = {
     "DSpark of DeepSeek-V4": (load_block, deepseek_v4, "'dspark_markov_rank'"),
     "EAGLE-3 with latent attention": (load_eagle, kimi, "unknown field 'kv_lora_rank'"),
     "Gemma 4 assistant": (load_mtp, gemma4, "holds no MTP module"),
-    "Gemma 4 assistant as EAGLE": (load_eagle, gemma4, "no tensor '"),
+    "Gemma 4 assistant as EAGLE": (
+        load_eagle,
+        gemma4,
+        "model_type is 'gemma4_assistant'; layers of llama",
+    ),
     "Hydra": (load_heads, hydra, "unknown field 'hydra_num_heads'"),
     "P-EAGLE of SpecForge": (
         load_eagle,

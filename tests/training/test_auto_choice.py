@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from recserve.batch.together import together
-from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.bundle import Bundle, BundleError, Manifest
 from recserve.cli.app import app
 from recserve.schemas.items import Exclude, RecommendRequest, RecommendResponse
 from recserve.service import Service
@@ -201,8 +201,9 @@ def test_an_answer_names_the_weight_that_gives_it_again(service: Service) -> Non
     ],
 )
 def test_a_damaged_choice_is_refused(auto: object) -> None:
-    with pytest.raises(BundleError, match=r"manifest\.json: recommender\.auto"):
-        read_auto({"auto": auto})
+    manifest = Manifest("c", {}, {"recommender": {"auto": auto}})
+    with pytest.raises(BundleError, match=r"manifest\.json: recommender\.auto is"):
+        Manifest.from_json(manifest.to_json().encode())
 
 
 def test_a_strategy_that_is_gone_leaves_auto_as_it_was(tmp_path: Path) -> None:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+from recserve.bounds import MAX_ID_LENGTH
 from recserve.features.catalog.item_times import ItemTimes
 from recserve.features.catalog.semantic_ids import SemanticIds
 from recserve.features.tables.items import ItemTable, item_table
-from recserve.features.tables.parquet import SchemaError, read_table
-from recserve.files import UnreadableFile, regular_file, whole_file
+from recserve.features.tables.parquet import SchemaError, longer_than, null_or_blank, read_table
+from recserve.files import parse_record, read_arrays, whole_file
 
 SEMANTIC_ID, POPULARITY = "__semantic_id", "__popularity"
 METADATA_KEY = b"recserve"
+MAX_CODES = 1 << 16  # of a level; codes are uint16
 
 
 def item_key(item_id: str) -> int:
@@ -145,20 +147,75 @@ class Catalog:
         """
         table = read_table(table_path)
         try:
-            header = json.loads((table.schema.metadata or {})[METADATA_KEY])
-            sizes = tuple(int(size) for size in header["codebook_sizes"])
-            has_disambiguation = bool(header["has_disambiguation"])
+            _check_columns(table)
+            sizes, has_disambiguation = _read_header(table)
             ids = table.column(SEMANTIC_ID).cast(pa.list_(pa.uint16(), len(sizes)))
             flat = pc.list_flatten(ids).combine_chunks().to_numpy(zero_copy_only=False)
             codes = np.ascontiguousarray(flat.reshape(table.num_rows, len(sizes)), np.uint16)
             popularity = table.column(POPULARITY).cast(pa.float32()).to_numpy()
+            if not (np.isfinite(popularity) & (popularity >= 0)).all():
+                raise SchemaError(f"column {POPULARITY} holds no counts of events")
             items = item_table(table.drop_columns([SEMANTIC_ID, POPULARITY]))
-            vectors = load_file(regular_file(vectors_path))["vectors"]
-        except (KeyError, TypeError, RecursionError, pa.ArrowException, OSError) as error:
-            raise SchemaError(f"{table_path}: not a catalogue ({error!r})") from error
-        except (SafetensorError, UnreadableFile) as error:
-            raise SchemaError(f"{vectors_path}: not readable ({error})") from error
-        if vectors.ndim != 2 or vectors.dtype != np.float32 or not np.isfinite(vectors).all():
-            raise SchemaError(f"{vectors_path}: expected finite float32 vectors [items, dim]")
+        except (SchemaError, RecursionError, pa.ArrowException, OSError) as error:
+            raise SchemaError(f"{table_path}: not a catalogue: {error}") from error
+        vectors = read_arrays(vectors_path, ("vectors",))["vectors"]
+        if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.shape[1]:
+            raise SchemaError(
+                f"{vectors_path}: vectors are {vectors.dtype} {vectors.shape}; expected float32 "
+                "[items, dim]"
+            )
         index = SemanticIds(items.ids, codes, sizes, has_disambiguation)
         return Catalog(version, items, index, np.array(popularity), vectors)
+
+
+def _check_columns(table: Any) -> None:
+    """Raises SchemaError if a column of a catalogue is missing, mistyped or has a null."""
+    for name, fits, expected in (
+        ("item_id", pa.types.is_string, "string"),
+        ("title", pa.types.is_string, "string"),
+        ("categories", partial(_is_list, pa.types.is_string), "list<string>"),
+        (SEMANTIC_ID, partial(_is_list, pa.types.is_integer), "lists of integers"),
+        (POPULARITY, pa.types.is_floating, "floats"),
+    ):
+        if table.column_names.count(name) != 1:
+            raise SchemaError(f"there are {table.column_names.count(name)} columns {name}, not one")
+        column = table.column(name)
+        if not fits(column.type):
+            raise SchemaError(f"column {name} is {column.type}; expected {expected}")
+        nested = pa.types.is_nested(column.type)
+        if column.null_count or (nested and pc.list_flatten(column).null_count):
+            raise SchemaError(f"column {name} holds null; expected a value in every row")
+    ids = table.column("item_id").combine_chunks()
+    if table.num_rows and (null_or_blank(ids).any() or longer_than(ids, MAX_ID_LENGTH).any()):
+        raise SchemaError(
+            f"column item_id holds an id that is empty or longer than {MAX_ID_LENGTH} characters"
+        )
+
+
+def _is_list(of: Callable[[Any], bool], kind: Any) -> bool:
+    lists = pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)
+    return lists and of(kind.value_type)
+
+
+@dataclass(frozen=True)
+class _Header:
+    codebook_sizes: tuple[int, ...]
+    has_disambiguation: bool
+
+
+def _read_header(table: Any) -> tuple[tuple[int, ...], bool]:
+    """Returns the codebook sizes, and whether the last level only separates items."""
+    try:
+        header = json.loads((table.schema.metadata or {}).get(METADATA_KEY, b"null"))
+    except ValueError as error:
+        raise SchemaError(f"metadata {METADATA_KEY.decode()} is not JSON: {error}") from error
+    try:
+        found = parse_record(header if isinstance(header, dict) else {}, _Header)
+    except ValueError as error:
+        raise SchemaError(f"metadata {METADATA_KEY.decode()}: {error}") from error
+    if not found.codebook_sizes or not all(1 <= n <= MAX_CODES for n in found.codebook_sizes):
+        raise SchemaError(
+            f"metadata {METADATA_KEY.decode()}: codebook_sizes is {found.codebook_sizes}; expected "
+            f"one size in 1..{MAX_CODES} per level"
+        )
+    return found.codebook_sizes, found.has_disambiguation

@@ -7,25 +7,27 @@ candidate's own event, which would otherwise reveal the label.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+from recserve.features.history.type_names import check_type_names
 from recserve.features.ranking.item_categories import category_matrix, category_vocabulary
 from recserve.features.tables.arrays import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.features.vectors.cooccurrence import neighbours
-from recserve.files import UnreadableFile, from_stored, read_json_object, regular_file, whole_file
+from recserve.files import read_arrays, read_record, whole_file
 
 MAX_VECTOR_SIZE = 256
 FARTHEST = 1e6  # standard deviations; squares of much larger values overflow in the ranker
 CONVERSION_TYPES = ("purchase", "buy", "order", "conversion")
+MAX_PREFIX = 1 << 20  # events
 FITTED = ("item_counts", "value_sums", "neighbour_offsets", "neighbours", "neighbour_counts")
 
 
@@ -67,6 +69,29 @@ class RankingSettings:
     side_names: tuple[str, ...]
     side_means: tuple[float, ...]
     side_deviations: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("num_items", 1, 1 << 31),
+            ("long_items", 0, MAX_PREFIX),
+            ("recent_items", 1, MAX_PREFIX),
+            ("block", 1, self.recent_items),
+        ):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in {least}..{most}")
+        for name, others in (
+            ("category_names", ("category_weights",)),
+            ("side_names", ("side_means", "side_deviations")),
+        ):
+            for other in others:
+                if len(getattr(self, other)) != len(getattr(self, name)):
+                    raise ValueError(
+                        f"{other} has {len(getattr(self, other))} values; expected one for each of "
+                        f"the {len(getattr(self, name))} {name}"
+                    )
+        if any(deviation <= 0 for deviation in self.side_deviations):
+            raise ValueError(f"side_deviations are {self.side_deviations}; expected values above 0")
+        check_type_names(self.type_names)
 
     def side_range(self, name: str) -> tuple[float, float]:
         """Returns the least and the greatest value that a numeric item attribute may have."""
@@ -162,8 +187,6 @@ class RankingTables:
         Raises:
             ValueError: If sizes or windows do not fit each other.
         """
-        if not 0 < block <= recent_items:
-            raise ValueError(f"block is {block}; it must be in 1..{recent_items} (recent_items)")
         num_items = len(items)
         counts = train.popularity(num_items)
         sums = np.bincount(train.item_rows, train.values, num_items).astype(np.float32)
@@ -213,14 +236,36 @@ class RankingTables:
         """
         folder = Path(directory)
         try:
-            values = read_json_object(folder / "features.json")
-            lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-            settings = from_stored(RankingSettings, values | lists, "features.json")
-            fitted = load_file(regular_file(folder / "features.safetensors"))
-            arrays = tuple(fitted[name] for name in FITTED)
-        except (OSError, TypeError, KeyError, UnreadableFile, SafetensorError) as error:
+            settings = read_record(folder / "features.json", RankingSettings)
+            fitted = read_arrays(folder / "features.safetensors", FITTED)
+            _check_fitted(settings.num_items, fitted)
+        except ValueError as error:
             raise ValueError(f"{folder} holds no usable ranking features: {error}") from error
+        arrays = tuple(fitted[name] for name in FITTED)
         return _bind(settings, arrays, items, vectors)
+
+
+def _check_fitted(num_items: int, fitted: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError if the counts of a file do not fit each other or the settings."""
+    pairs = len(fitted["neighbours"])
+    expected = {
+        "item_counts": ("f", num_items),
+        "value_sums": ("f", num_items),
+        "neighbour_offsets": ("i", num_items + 1),
+        "neighbours": ("i", pairs),
+        "neighbour_counts": ("f", pairs),
+    }
+    for name, (kind, size) in expected.items():
+        if fitted[name].shape != (size,) or fitted[name].dtype.kind != kind:
+            raise ValueError(
+                f"{name} are {fitted[name].dtype} {fitted[name].shape}; expected "
+                f"{'floats' if kind == 'f' else 'integers'} of shape ({size},)"
+            )
+    offsets, rows = fitted["neighbour_offsets"], fitted["neighbours"]
+    if offsets[0] != 0 or offsets[-1] != pairs or (np.diff(offsets) < 0).any():
+        raise ValueError(f"neighbour_offsets do not rise from 0 to {pairs}")
+    if pairs and not 0 <= int(rows.min()) <= int(rows.max()) < num_items:
+        raise ValueError(f"neighbours span {rows.min()}..{rows.max()}; there are {num_items} items")
 
 
 def _bind(

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from recserve.files import regular_file, whole_file
+from recserve.files import read_arrays, whole_file
 
 EDGES = 64
 WIDE_DIM = 1024
@@ -78,9 +77,8 @@ class ItemLinks:
     def load(path: Path) -> ItemLinks:
         """Reads what `save` wrote. Raises ValueError naming the file if it is damaged."""
         try:
-            arrays = load_file(regular_file(path))
-            return ItemLinks(arrays["neighbours"], arrays["entries"])
-        except (OSError, KeyError, ValueError, SafetensorError) as error:
+            return ItemLinks(**read_arrays(path, ("neighbours", "entries")))
+        except ValueError as error:
             raise ValueError(f"{path}: not an item graph ({error})") from error
 
 

@@ -11,7 +11,7 @@ A quantiser is frozen after fitting, so new items get comparable codes. Two kind
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,10 @@ from typing import Protocol
 
 import faiss
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from recserve.features.vectors.faiss_threads import one_thread
-from recserve.files import UnreadableFile, read_json_object, regular_file, whole_file
+from recserve.files import UnreadableFile, read_arrays, read_json_object, whole_file
 
 MAX_LEVELS = 64
 MAX_CODES = 65_536
@@ -40,6 +39,10 @@ class Quantizer(Protocol):
     @property
     def codebook_sizes(self) -> tuple[int, ...]:
         """Codes of each level."""
+
+    @property
+    def dim(self) -> int:
+        """F, the size of the vectors."""
 
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """Maps vectors [I, F] to codes [I, L] uint16."""
@@ -86,6 +89,11 @@ class ResidualQuantizer:
         """Codes of each level."""
         return tuple(len(book) for book in self.codebooks)
 
+    @property
+    def dim(self) -> int:
+        """F, the size of the vectors."""
+        return int(self.codebooks[0].shape[1])
+
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """Maps [I, F] to codes [I, L] uint16, the nearest entry level by level."""
         residual = _check_width(vectors, self.codebooks[0].shape[1])
@@ -109,11 +117,14 @@ class ResidualQuantizer:
     @staticmethod
     def load(folder: Path) -> ResidualQuantizer:
         """Reads what `save` wrote. Raises ValueError if it is damaged or of another kind."""
-        config, arrays = _read(folder, "residual")
-        books = tuple(arrays[f"level_{level}"] for level in range(len(arrays)))
-        widths = {book.shape[-1] if book.ndim == 2 else -1 for book in books}
-        if not books or len(books) != config.get("levels") or len(widths) != 1 or -1 in widths:
-            raise ValueError(f"{folder}: codebooks {[b.shape for b in books]} do not fit {config}")
+        levels = _levels(folder, "residual")
+        names = [f"level_{level}" for level in range(levels)]
+        arrays = _read(folder, names)
+        books = tuple(arrays[name] for name in names)
+        sizes = [book.shape for book in books]
+        if any(len(size) != 2 or size[1] != sizes[0][1] for size in sizes):
+            raise ValueError(f"{folder}: codebooks are {sizes}; expected [C, F] with the same F")
+        check_sizes("residual", [len(book) for book in books], least=1)
         return ResidualQuantizer(books)
 
 
@@ -181,6 +192,11 @@ class ProductQuantizer:
         """Codes of each level."""
         return (int(self.codebooks.shape[1]),) * len(self.codebooks)
 
+    @property
+    def dim(self) -> int:
+        """F, the size of the vectors."""
+        return int(self.rotation.shape[1])
+
     def encode(self, vectors: np.ndarray) -> np.ndarray:
         """Maps [I, F] to codes [I, L] uint16, the nearest entry of each sub-vector."""
         turned = _check_width(vectors, self.rotation.shape[1]) @ self.rotation.T
@@ -202,17 +218,20 @@ class ProductQuantizer:
     @staticmethod
     def load(folder: Path) -> ProductQuantizer:
         """Reads what `save` wrote. Raises ValueError if it is damaged or of another kind."""
-        config, arrays = _read(folder, "product")
-        rotation, books = arrays.get("rotation"), arrays.get("codebooks")
+        levels = _levels(folder, "product")
+        arrays = _read(folder, ("rotation", "codebooks"))
+        rotation, books = arrays["rotation"], arrays["codebooks"]
         if (
-            rotation is None
-            or books is None
-            or rotation.ndim != 2
+            rotation.ndim != 2
             or books.ndim != 3
-            or len(books) != config.get("levels")
+            or len(books) != levels
             or rotation.shape[0] != books.shape[0] * books.shape[2]
         ):
-            raise ValueError(f"{folder}: arrays do not fit {config}")
+            raise ValueError(
+                f"{folder}: rotation is {rotation.shape} and codebooks {books.shape}; expected "
+                f"[F', F] and [{levels}, C, F' / {levels}]"
+            )
+        check_sizes("product", [books.shape[1]] * levels, least=1)
         return ProductQuantizer(rotation, books)
 
 
@@ -277,14 +296,17 @@ def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
     return nearest
 
 
-def check_sizes(kind: str, sizes: Sequence[int]) -> None:
-    """Raises ValueError if no quantiser of this kind has these numbers of codes [L]."""
+def check_sizes(kind: str, sizes: Sequence[int], least: int = 2) -> None:
+    """Raises ValueError if no quantiser of this kind has these numbers of codes [L].
+
+    A fitted one has fewer codes than `least` asks for if there are fewer items.
+    """
     _by_name(kind)
     if not 1 <= len(sizes) <= MAX_LEVELS:
         raise ValueError(f"levels is {len(sizes)}; expected 1..{MAX_LEVELS}")
     for codes in sizes:
-        if not 2 <= codes <= MAX_CODES:
-            raise ValueError(f"codes is {codes}; expected 2..{MAX_CODES}")
+        if not least <= codes <= MAX_CODES:
+            raise ValueError(f"codes is {codes}; expected {least}..{MAX_CODES}")
     if kind == "product" and len(set(sizes)) > 1:
         raise ValueError(
             f"codes are {', '.join(map(str, sizes))}; a product quantiser has the same number on "
@@ -322,14 +344,26 @@ def _config(folder: Path) -> dict[str, object]:
         raise ValueError(f"{folder}/config.json: not readable ({error})") from error
 
 
-def _read(folder: Path, kind: str) -> tuple[dict[str, object], dict[str, np.ndarray]]:
+def _levels(folder: Path, kind: str) -> int:
+    """Returns the number of levels of a quantiser of a kind."""
     config = _config(folder)
     if config.get("kind") != kind:
         raise ValueError(f"{folder}: quantiser of kind {config.get('kind')!r}; expected {kind!r}")
-    try:
-        arrays = load_file(regular_file(folder / "quantizer.safetensors"))
-    except (OSError, UnreadableFile, SafetensorError) as error:
-        raise ValueError(f"{folder}/quantizer.safetensors: not readable ({error})") from error
-    if any(array.dtype != np.float32 for array in arrays.values()):
-        raise ValueError(f"{folder}/quantizer.safetensors: expected float32 arrays")
-    return config, arrays
+    levels = config.get("levels")
+    if type(levels) is not int or not 1 <= levels <= MAX_LEVELS:
+        raise ValueError(
+            f"{folder}/config.json: levels is {levels!r:.80}; expected 1..{MAX_LEVELS}"
+        )
+    return levels
+
+
+def _read(folder: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a quantiser by name."""
+    arrays = read_arrays(folder / "quantizer.safetensors", names)
+    for name, array in arrays.items():
+        if array.dtype != np.float32 or not array.size:
+            raise ValueError(
+                f"{folder}/quantizer.safetensors: {name} is {array.dtype} {array.shape}; expected "
+                "float32 values"
+            )
+    return arrays

@@ -12,12 +12,11 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from recserve.features.tables.items import ItemTable
 from recserve.features.words import fold, words
-from recserve.files import read_json, regular_file, whole_file
+from recserve.files import read_arrays, read_json, whole_file
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,17 @@ class TextEncoder:
         """Reads what `save` wrote. Raises ValueError if it is damaged."""
         try:
             terms = read_json(folder / "terms.json")
-            arrays = load_file(regular_file(folder / "text.safetensors"))
+            arrays = read_arrays(folder / "text.safetensors", ("idf", "components"))
             idf, components = arrays["idf"], arrays["components"]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except ValueError as error:
             raise ValueError(f"{folder}: not a text encoder ({error})") from error
         if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
             raise ValueError(f"{folder}/terms.json: expected a list of strings")
+        if len(set(terms)) < len(terms):
+            raise ValueError(f"{folder}/terms.json: a term occurs twice")
+        for name, array in arrays.items():
+            if array.dtype.kind != "f":
+                raise ValueError(f"{folder}: {name} are {array.dtype}; expected floats")
         if idf.shape != (len(terms),) or components.ndim != 2 or len(components) != len(terms):
             raise ValueError(
                 f"{folder}: {len(terms)} terms do not fit {idf.shape}, {components.shape}"

@@ -169,7 +169,9 @@ def _split_fused(weights: dict[str, Tensor], config: BlockConfig) -> None:
                 if tensor.shape[0] != sum(sizes):
                     raise UnsupportedModel(f"{name} has {tensor.shape[0]} rows, not {sum(sizes)}")
                 for part, piece in zip(parts, torch.split(tensor, sizes), strict=True):
-                    weights[name.replace(whole, part)] = piece
+                    if (own := name.replace(whole, part)) in weights:
+                        raise UnsupportedModel(f"{name} repeats the tensor {own!r}")
+                    weights[own] = piece
 
 
 def save_block(network: Block, folder: Path) -> None:

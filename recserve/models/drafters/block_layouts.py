@@ -31,6 +31,7 @@ from recserve.models.drafters.network_files import (
     check_neutral,
     lay_over,
     read_layer_types,
+    read_model_type,
 )
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import (
@@ -164,10 +165,7 @@ def read_block_config(
     names = read_names(fields, "architectures")
     found = _Fields(top, nested, tensors, _kind({**top, **given}, " ".join(names), tensors))
     _refuse(found)
-    if not isinstance(found.top.get("model_type", ""), str | None):
-        raise UnsupportedModel(
-            f"config.json: model_type is {found.top['model_type']!r:.80}; a text is needed"
-        )
+    read_model_type(found.top)
     own, decoder = target.config, target.config.decoder
     sizes = dict(found.top) | {
         "model_type": "qwen3",

@@ -36,7 +36,7 @@ from recserve.models.drafters.network_files import (
     NEOX,
     SLIDING,
     StoredTensors,
-    check_embedding,
+    check_copy,
     check_fields,
     check_names,
     check_neutral,
@@ -46,8 +46,8 @@ from recserve.models.drafters.network_files import (
     read_sizes,
     read_token_map,
     read_windows,
-    same_embedding,
     size_fields,
+    target_head,
     to_halves,
     write_folder,
 )
@@ -63,6 +63,7 @@ from recserve.models.loading import (
     read_whole,
     tensor_files,
 )
+from recserve.models.weight_check import is_copy
 
 LAYERS, OUTPUTS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
@@ -112,11 +113,14 @@ def load_eagle(folder: Path, target: LanguageModel) -> Eagle:
     config = read_eagle_config(fields, set(weights), target)
     if not read_flag({**fields, **read_object(fields, "transformer_layer_config")}, NEOX, True):
         to_halves(weights, config.decoder.head_dim)
-    own = weights.get("embed_tokens.weight")
-    if own is not None and config.mask_token is not None and not same_embedding(own, target):
+    own, head = weights.get("embed_tokens.weight"), weights.get("lm_head.weight")
+    if own is not None and config.mask_token is not None and not is_copy(own, target.tokens.weight):
         config = replace(config, own_embedding=True)  # P-EAGLE trains its embedding
     elif own is not None:
-        check_embedding(own, target, "embed_tokens.weight", folder.name)
+        check_copy(own, target.tokens.weight, "embed_tokens.weight", folder.name)
+    if head is not None and not config.fused:
+        check_copy(head, target_head(target), "lm_head.weight", folder.name)
+        del weights["lm_head.weight"]
     mapped = read_token_map(weights, config.draft_vocab_size, config.vocab_size, folder.name)
     if mapped is not None:
         weights["token_map"] = mapped
@@ -154,6 +158,13 @@ def read_eagle_config(
         raise UnsupportedModel("mask_token_id is missing; a P-EAGLE network needs one")
     fused = "hidden_norm.weight" in {_leaf(name) for name in tensors}
     own, decoder = target.config, target.config.decoder
+    words = read_whole(every, "draft_vocab_size", own.vocab_size)
+    if not fused and words != own.vocab_size:
+        raise UnsupportedModel(
+            f"config.json: draft_vocab_size is {words}; the target has {own.vocab_size} tokens. "
+            "There is no 'hidden_norm.weight', so the network has no head of its own: EAGLE-1, and "
+            "the EAGLE of ModelOpt that reads no aux_hidden_state, need the target's vocabulary"
+        )
     sizes = lay_over(fields, inner, "transformer_layer_config")
     if _stored_layers(tensors) == 1 and kind == "eagle3" and mask is None:
         # The authors build one layer, whatever the field says. Files hold 40 for the target's.
@@ -192,7 +203,7 @@ def read_eagle_config(
         target_size=read_whole(fields, "target_hidden_size", decoder.hidden_size),
         target_layers=layers,
         vocab_size=own.vocab_size,
-        draft_vocab_size=read_whole(every, "draft_vocab_size", own.vocab_size),
+        draft_vocab_size=words,
         fused=fused,
         fc_bias=fc_bias and not fused,
         fc_norm=read_flag(every, "fc_norm"),

@@ -20,6 +20,7 @@ from torch import Tensor
 from recserve.files import gguf_hint
 from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.drafters.medusa_names import (
+    TARGET,
     is_vllm,
     may_be_head,
     rename,
@@ -36,7 +37,7 @@ from recserve.models.loading import (
     read_whole,
     weight_map,
 )
-from recserve.models.weight_check import is_finite
+from recserve.models.weight_check import is_copy, is_finite
 from recserve.models.write_tensors import write_tensors
 
 ACCURACIES = "medusa_accuracies"
@@ -84,10 +85,17 @@ def load_medusa(
     """
     folder = Path(folder)
     fields, stored = _fields(folder), _tensors(folder)
-    weights = rename(stored, read_flag(fields, "original_lm_head"))
+    shared = read_flag(fields, "original_lm_head")  # lm_head.weight is the heads', not the target's
+    weights = rename(stored, shared)
     repeat_blocks(weights, stored, read_whole(fields, "medusa_num_layers", 1))
     if target_head is not None and not any(name.startswith("outputs.") for name in weights):
         weights["outputs.0.weight"] = target_head
+    own = None if shared else stored.get("lm_head.weight")
+    if own is not None and target_head is not None and not is_copy(own, target_head):
+        raise UnsupportedModel(
+            f"{folder.name}: lm_head.weight differs from that of the target; the heads are for "
+            "another target"
+        )
     config = _config(weights, folder.name, hidden_size, vocab_size)
     _check_fields(fields, config, folder.name, is_vllm(stored))
     scale = read_number(fields, "logit_scale", 1.0)  # the output matrices absorb it
@@ -259,15 +267,29 @@ def _fields(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Reads every tensor that may belong to a head; the target's own tensors are not read."""
+    """Reads every tensor that may belong to a head; the target's other tensors are not read.
+
+    Raises:
+        UnsupportedModel: If two places hold heads, or a file is damaged.
+    """
     index = folder / "model.safetensors.index.json"
-    present = [folder / name for name in FILES if (folder / name).exists()]
-    if present:
-        paths = present[:1]
-    elif index.exists():
-        names = weight_map(index)
-        paths = [folder / f for f in sorted({f for n, f in names.items() if may_be_head(n)})]
-    else:
+    sources = {name: [folder / name] for name in FILES if (folder / name).exists()}
+    if index.exists():
+        files = weight_map(index)
+        # The target's shards need not be there. Those that are there are looked into.
+        needed = {file for name, file in files.items() if may_be_head(name)}
+        here = {file for file in files.values() if file in needed or (folder / file).exists()}
+        sources = {name: paths for name, paths in sources.items() if name not in here}
+        sources[index.name] = [folder / file for file in sorted(here)]
+    names = {path: _names(path) for paths in sources.values() for path in paths}
+    heads = [
+        source
+        for source, paths in sources.items()
+        if any(not TARGET.match(name) for path in paths for name in names[path])
+    ]
+    if len(heads) > 1:
+        raise UnsupportedModel(f"{folder.name} has heads in {' and in '.join(heads)}; remove one")
+    if not sources:
         hint = ""
         if pickled := sorted(path.name for path in folder.glob("*.pt")):
             command = "python -m benchmarks.text.convert_medusa"
@@ -275,13 +297,19 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         hint += gguf_hint(folder)
         raise UnsupportedModel(f"{folder.name} has none of {list(FILES)}{hint}")
     weights: dict[str, Tensor] = {}
-    for path in paths:
+    for path in names:
         with opened_file(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                if may_be_head(name):
-                    weights[name] = read_tensor(file, name, path)
-                    if not is_finite(weights[name]):
-                        raise UnsupportedModel(
-                            f"{path}: {name} holds NaN or infinity; the heads are damaged"
-                        )
+            for name in filter(may_be_head, names[path]):
+                if name in weights:
+                    raise UnsupportedModel(f"{folder.name} has the tensor {name!r} twice")
+                weights[name] = read_tensor(file, name, path)
+                if not is_finite(weights[name]):
+                    raise UnsupportedModel(
+                        f"{path}: {name} holds NaN or infinity; the heads are damaged"
+                    )
     return weights
+
+
+def _names(path: Path) -> list[str]:
+    with opened_file(path) as file:
+        return list(file.keys())

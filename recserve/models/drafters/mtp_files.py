@@ -35,9 +35,10 @@ from recserve.models.config import RopeFactors
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.mtp import Mtp, MtpConfig
 from recserve.models.drafters.network_files import (
+    LAYER_TYPES,
     SLIDING,
     StoredTensors,
-    check_embedding,
+    check_copy,
     check_fields,
     check_neutral,
     fill,
@@ -46,6 +47,7 @@ from recserve.models.drafters.network_files import (
     read_sizes,
     read_windows,
     size_fields,
+    target_head,
     write_folder,
 )
 from recserve.models.language_model import LanguageModel
@@ -79,6 +81,10 @@ WITHOUT_EFFECT = (
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")
+TYPES = (
+    *(*LAYER_TYPES, "deepseek_v3"),
+    *(f"{family}{kind}" for family in CENTRED for kind in ("", "_text", "_moe", "_moe_text")),
+)
 TARGETS_OWN = re.compile(
     r"^(model\.(language_model\.)?(embed_tokens|norm)|model\.visual|lm_head)\.|rotary_emb\.inv_freq$"
 )
@@ -179,12 +185,27 @@ def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
     for number in range(layout.count):
         embedding = f"{layout.layer(number)}embed_tokens.weight"
         if embedding in stored.names:
-            check_embedding(stored.read(embedding), target, embedding, folder.name)
+            check_copy(stored.read(embedding), target.tokens.weight, embedding, folder.name)
+    _check_targets_own(stored, target, centred)
     if left := sorted(name for name in stored.unread() if name.startswith(layout.prefixes)):
         raise UnsupportedModel(
             f"{folder.name} has a tensor {left[0]!r} that has no place in an MTP module"
         )
     return network.requires_grad_(False).eval()
+
+
+def _check_targets_own(stored: StoredTensors, target: LanguageModel, centred: bool) -> None:
+    """Compares what a folder of target and modules holds beside the layers with the target."""
+    norm = target.decoder.norm.weight
+    theirs = {
+        "embed_tokens.weight": target.tokens.weight,
+        "norm.weight": norm - 1 if centred else norm,
+        "lm_head.weight": target_head(target),
+    }
+    for name in sorted(stored.unread()):
+        own = re.sub(r"^model\.(language_model\.)?", "", name)
+        if TARGETS_OWN.match(name) and own in theirs:
+            check_copy(stored.read(name), theirs[own], name, stored.folder)
 
 
 def read_mtp_config(folder: Path, target: LanguageModel) -> MtpConfig:
@@ -266,7 +287,7 @@ def _read_config(
     centred = str(fields.get("model_type")).startswith(CENTRED)
     names = {name for name in stored.names if name.startswith(layout.prefixes)}
     share, whole = _rotary_share(fields, centred)
-    decoder = replace(read_sizes(whole, names, target), num_layers=layout.count)
+    decoder = replace(read_sizes(whole, names, target, TYPES), num_layers=layout.count)
     if share != 1.0 and isinstance(decoder.rope_scaling, RopeFactors):
         raise UnsupportedModel(
             f"partial_rotary_factor is {share}; with scaled positions only 1.0 is computed"

@@ -25,7 +25,7 @@ from recserve.models.loading import (
     read_whole,
 )
 from recserve.models.saving import rope_fields
-from recserve.models.weight_check import is_finite
+from recserve.models.weight_check import is_copy, is_finite
 from recserve.models.write_tensors import write_tensors
 
 # Fields that `read_sizes` reads.
@@ -37,6 +37,9 @@ SIZES = (
     *("bos_token_id", "eos_token_id", "tie_word_embeddings", "qkv_bias"),
     "original_max_position_embeddings",
 )
+# Values of `model_type` whose layers are computed here. A draft layer of a mixture of experts is
+# dense. `speculator_model` describes a file whose layers are described inside it.
+LAYER_TYPES = (*FAMILIES, "mistral", "phi3", "qwen3_moe", "speculator_model")
 # Fields without an effect on the outputs of any network.
 WITHOUT_EFFECT = (
     *("architectures", "torch_dtype", "dtype", "transformers_version", "initializer_range"),
@@ -227,6 +230,11 @@ def read_token_map(
                 f"{folder}: d2t has offsets other than 0, and draft_vocab_size is that of the "
                 f"target, {vocab_size}"
             )
+        if chosen is not None and not bool(chosen.all()):
+            raise UnsupportedModel(
+                f"{folder}: t2d leaves out tokens, and draft_vocab_size is that of the target, "
+                f"{vocab_size}"
+            )
         return None
     if offsets is None:
         raise UnsupportedModel(
@@ -247,19 +255,26 @@ def read_token_map(
 
 
 def read_sizes(
-    fields: Mapping[str, Any], tensors: Collection[str], target: LanguageModel
+    fields: Mapping[str, Any],
+    tensors: Collection[str],
+    target: LanguageModel,
+    types: Collection[str] = LAYER_TYPES,
 ) -> DecoderConfig:
     """Reads the sizes of a network's layers; the tensors tell whether queries have a norm.
 
     They also tell whether layers of Qwen2 have biases.
 
     Windows are read by `read_windows`.
+
+    Args:
+        fields: Fields of the layers.
+        tensors: Names of the tensors.
+        target: The target.
+        types: Known values of `model_type`.
     """
     own = target.config
     check_neutral(fields, {"vocab_size": own.vocab_size, "position_embedding_type": "rope"})
-    family = fields.get("model_type")
-    if family is not None and not isinstance(family, str):
-        raise UnsupportedModel(f"config.json: model_type is {family!r:.80}; a text is needed")
+    family = read_model_type(fields, types)
     sizes = {
         "model_type": family if family in FAMILIES else "llama",
         "vocab_size": own.vocab_size,
@@ -276,6 +291,22 @@ def read_sizes(
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),
         attention_bias=read_flag(fields, "qkv_bias", biased),
     )
+
+
+def read_model_type(fields: Mapping[str, Any], known: Collection[str] = LAYER_TYPES) -> str | None:
+    """Returns the type of a network's layers; None if no field names one.
+
+    Raises:
+        UnsupportedModel: If it is another one, whose layers may differ with tensors of the same
+            names.
+    """
+    family = fields.get("model_type")
+    if family is not None and family not in known:
+        raise UnsupportedModel(
+            f"config.json: model_type is {family!r:.80}; layers of {', '.join(known)} are computed "
+            "here"
+        )
+    return family
 
 
 def fill(
@@ -326,17 +357,23 @@ def to_halves(weights: dict[str, Tensor], head_dim: int) -> None:
             weights[name] = heads[:, order].flatten(0, 1)
 
 
-def same_embedding(own: Tensor, target: LanguageModel) -> bool:
-    """Returns whether an embedding is the target's, up to rounding."""
-    same = target.tokens.weight.cpu()
-    return own.shape == same.shape and torch.allclose(own.to(same.dtype), same, atol=1e-2)
+def target_head(target: LanguageModel) -> Tensor | None:
+    """Returns the output matrix of a target; None if it is packed."""
+    return target.tokens.weight if target.head is None else getattr(target.head, "weight", None)
 
 
-def check_embedding(own: Tensor, target: LanguageModel, name: str, folder: str) -> None:
-    """Raises UnsupportedModel if an embedding is not the target's."""
-    if not same_embedding(own, target):
+def check_copy(own: Tensor, theirs: Tensor | None, name: str, folder: str) -> None:
+    """Raises UnsupportedModel if a tensor that is not read is no copy of the target's.
+
+    Args:
+        own: The tensor.
+        theirs: That of the target; None for a packed one, which is not compared.
+        name: Name of the tensor.
+        folder: Name of the folder.
+    """
+    if theirs is not None and not is_copy(own, theirs):
         raise UnsupportedModel(
-            f"{folder}: {name} differs from the target's embedding; the head is for another target"
+            f"{folder}: {name} differs from that of the target; the head is for another target"
         )
 
 

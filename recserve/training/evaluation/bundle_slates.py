@@ -56,8 +56,7 @@ class BundleSlates:
         saved_graph = graph is not None
         if graph is None and "rpg" in slates.engine.selectable:
             graph = graph_of_links(links_of(model, catalog.semantic_ids.codes), place)
-        weight = float(bundle.manifest.recommender.get("dense_weight", 0.0))
-        return BundleSlates(slates, graph, weight, saved_graph)
+        return BundleSlates(slates, graph, bundle.manifest.dense_weight, saved_graph)
 
     def as_served(self, strategy: str) -> str:
         """Returns the strategy whose slates a server makes.

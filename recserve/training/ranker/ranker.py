@@ -158,7 +158,7 @@ def train_ranker(
     fold_vectors = cross_fitted_vectors(
         catalog.vectors,
         log.leave_one_out().train,
-        built.get("collaborative_dim", 0),
+        bundle.manifest.collaborative_dim,
         built.get("collaborative_weight", 1.0),
         built.get("seed", 0),
     )

@@ -14,7 +14,7 @@ from rich.console import Console
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
-from recserve.files import from_stored
+from recserve.files import parse_record
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.history_bonus import FILE as HISTORY_BONUS
@@ -359,15 +359,8 @@ def recorded_recipe(bundle: Bundle) -> RecommenderRecipe:
         BundleError: If the manifest has no such recipe.
     """
     try:
-        values = dict(bundle.manifest.recommender["recipe"])
-        schedule = dict(values["schedule"])
-        schedule["betas"] = tuple(schedule["betas"])
-        schedule["rates"] = tuple((name, rate) for name, rate in schedule["rates"])
-        schedule["orthogonal"] = tuple(schedule["orthogonal"])
-        values["schedule"] = from_stored(Schedule, schedule, "its schedule")
-        values["objective"] = from_stored(Objective, values["objective"], "its objective")
-        return from_stored(RecommenderRecipe, values, "it")
-    except (KeyError, TypeError, ValueError) as error:
+        return parse_record(bundle.manifest.recommender["recipe"], RecommenderRecipe)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise BundleError(
             f"{bundle.root}: recommender.recipe in the manifest is not a recipe ({error}); "
             "train the recommender again"

@@ -152,5 +152,5 @@ def test_refuses_damaged_files(kind: str, tmp_path: Path) -> None:
     config.write_text(json.dumps({"kind": kind, "levels": 2}))
     load_quantizer(tmp_path)
     (tmp_path / "quantizer.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ValueError, match="quantizer.safetensors: not readable"):
+    with pytest.raises(ValueError, match="quantizer.safetensors is not a safetensors file"):
         load_quantizer(tmp_path)
