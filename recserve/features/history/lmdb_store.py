@@ -5,9 +5,13 @@ A write transaction syncs to disk before `append` returns. Readers never wait fo
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -29,6 +33,12 @@ from recserve.features.history.history import (
 )
 
 MAX_READERS = 512
+# LMDB gives each reader a slot. A process that is killed leaves its slots in use until another one
+# frees them: every CHECK_S seconds in an open store, for which opening it waits WAIT_S.
+CHECK_S, WAIT_S = 1.0, 3.0
+ALL_READ = (
+    f"running processes use all {MAX_READERS} places of readers; end one that has the store open"
+)
 
 
 class LmdbStore(HistoryStore):
@@ -65,9 +75,12 @@ class LmdbStore(HistoryStore):
         self.cap = cap
         with self._failures():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._environment = lmdb.open(
-                str(self.path), map_size=map_size_bytes, max_readers=MAX_READERS
-            )
+            self._environment = _open(self.path, map_size=map_size_bytes)
+        self._closed, self._closing = threading.Event(), threading.Lock()
+        free = threading.Thread(
+            target=_free_slots, args=(weakref.ref(self), self._closed), name="lmdb", daemon=True
+        )
+        free.start()
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
         """Returns the events of each user, all from one snapshot.
@@ -75,7 +88,7 @@ class LmdbStore(HistoryStore):
         A damaged value is returned as a CorruptHistory in its place.
         """
         keys = [user_key(user_id) for user_id in user_ids]
-        with self._failures(), self._environment.begin() as transaction:
+        with self._failures(), _begin(self._environment) as transaction:
             values = [transaction.get(key) for key in keys]
         return [read_stored(value) for value in values]
 
@@ -112,7 +125,7 @@ class LmdbStore(HistoryStore):
             return StoredUsers([], None)
         start = first if after is None else max(first, user_key(after) + b"\0")
         found: list[bytes] = []
-        with self._failures(), self._environment.begin() as reading, reading.cursor() as cursor:
+        with self._failures(), _begin(self._environment) as reading, reading.cursor() as cursor:
             there = cursor.set_range(start) if start else cursor.first()
             while there and len(found) <= limit and cursor.key().startswith(first):
                 found.append(bytes(cursor.key()))
@@ -122,7 +135,9 @@ class LmdbStore(HistoryStore):
 
     def close(self) -> None:
         """Closes the file. The store cannot be used afterwards."""
-        self._environment.close()
+        with self._closing:
+            self._closed.set()
+            self._environment.close()
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -131,6 +146,8 @@ class LmdbStore(HistoryStore):
             yield
         except lmdb.MapFullError as error:
             raise StoreUnavailable(f"{self.path}: full; open it with a larger map size") from error
+        except lmdb.ReadersFullError as error:
+            raise StoreUnavailable(f"{self.path}: {ALL_READ}") from error
         except (lmdb.Error, OSError) as error:
             if "already open in this process" in str(error):
                 raise StoreUnavailable(
@@ -138,6 +155,51 @@ class LmdbStore(HistoryStore):
                     "close it first (service.close(), or `with Service.open(...) as service`)"
                 ) from error
             raise StoreUnavailable(f"{self.path}: {error}") from error
+
+
+def _begin(environment: lmdb.Environment) -> lmdb.Transaction[bytes]:
+    """Begins to read. A process that was killed leaves its slots; they are freed if all are used.
+
+    Raises:
+        lmdb.ReadersFullError: If living processes use all slots.
+    """
+    try:
+        return environment.begin()
+    except lmdb.ReadersFullError:
+        environment.reader_check()
+        return environment.begin()
+
+
+def _open(path: Path, **options: Any) -> lmdb.Environment:
+    """Opens a store. That takes a slot of a reader, and only an open store can free slots.
+
+    So if all are used, this waits for the processes that have it open to free those of killed ones.
+
+    Raises:
+        lmdb.Error: If it cannot be opened, or living processes use all slots.
+    """
+    last_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            environment = lmdb.open(str(path), max_readers=MAX_READERS, **options)
+        except lmdb.ReadersFullError:
+            if time.monotonic() > last_s:
+                raise
+            time.sleep(WAIT_S / 30)
+        else:
+            environment.reader_check()
+            return environment
+
+
+def _free_slots(of: weakref.ref[LmdbStore], closed: threading.Event) -> None:
+    """Frees the slots of killed readers from time to time, until the store is closed."""
+    while not closed.wait(CHECK_S):
+        if (store := of()) is None:
+            return
+        with store._closing, suppress(lmdb.Error):
+            if not closed.is_set():
+                store._environment.reader_check()
+        del store
 
 
 def copy_store(source: Path, target: Path) -> int:
@@ -150,9 +212,11 @@ def copy_store(source: Path, target: Path) -> int:
         StoreUnavailable: If there is no store, or it cannot be read.
     """
     try:
-        with lmdb.open(str(source), readonly=True, create=False, max_readers=MAX_READERS) as store:
+        with _open(source, readonly=True, create=False) as store:
             store.copy(str(target), compact=True)
-        with lmdb.open(str(target), readonly=True, create=False) as copied:
+        with _open(target, readonly=True, create=False) as copied:
             return int(copied.stat()["entries"])
+    except lmdb.ReadersFullError as error:
+        raise StoreUnavailable(f"{source}: {ALL_READ}") from error
     except (lmdb.Error, OSError) as error:
         raise StoreUnavailable(f"{source}: {error}") from error

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import lmdb
@@ -575,6 +576,53 @@ def test_a_redis_key_of_another_type_is_damage_and_not_an_empty_history(tmp_path
     finally:
         server.kill()
         server.wait()
+
+
+HOLD = """
+import lmdb, sys
+environment, held = lmdb.open(sys.argv[1], max_readers=512, map_size=16 << 20), []
+try:
+    while len(held) < int(sys.argv[2]):
+        held.append(environment.begin())
+finally:
+    print(len(held), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("slots", [512, 511])
+@pytest.mark.parametrize("door", ["running", "listing", "second", "copy"])
+def test_slots_of_a_killed_reader_are_used_again(tmp_path: Path, door: str, slots: int) -> None:
+    """By a store that was open before, by another process, and by a copy; while a reader lives they
+    are in use, and the message says so."""
+    url, copy = f"lmdb:{tmp_path}/store", tmp_path / "copy"
+    copy.mkdir()
+    others = {
+        "second": "from recserve.features.history.stores import open_store as f; f = f(a).get('u')",
+        "copy": "from recserve.features.history.lmdb_store import copy_store as f\n"
+        "from pathlib import Path; f = [0] * f(Path(a[5:]), Path(b))",
+    }
+    with closing(open_store(url)) as store:
+        store.append("u", [event(1)])
+        held = str(slots)
+        reader = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(tmp_path / "store"), held],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert reader.stdout is not None and int(reader.stdout.readline()) == slots
+        if slots == 512 and door == "running":
+            with pytest.raises(StoreUnavailable, match="all 512 places of readers"):
+                store.get("u")
+        reader.kill()
+        reader.wait()
+        if door in others:
+            code = f"import sys; a, b = sys.argv[1:]; {others[door]}; print(len(f))"
+            found = int(subprocess.check_output([sys.executable, "-c", code, url, str(copy)]))
+        else:
+            found = len(store.get("u") if door == "running" else store.users("", 5, None).ids)
+        assert found == 1
 
 
 def test_a_store_is_copied_without_opening_it_for_writing(tmp_path, monkeypatch):
