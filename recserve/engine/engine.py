@@ -27,6 +27,7 @@ from recserve.core.strategy import Strategy
 from recserve.engine.beam_search_graph import BeamSearchGraphs
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.item_scheduler import RoundScheduler
+from recserve.engine.request_checks import check_numbers
 from recserve.engine.request_queue import Cancellations, RequestQueue, model_and_method
 from recserve.engine.scheduler import Scheduler, StepLock
 from recserve.engine.stats import EngineStats
@@ -111,7 +112,8 @@ class Engine:
             RequestTooLarge: If a request needs more pages than the pool has.
             RuntimeError: If the engine is closed.
             EngineStopped: If the engine's thread has ended with an error.
-            ValueError: If a model, strategy, drafter or verifier is not available.
+            ValueError: If a model, strategy, drafter or verifier is not available, or a number is
+                out of its range.
         """
         if not requests:
             return []
@@ -356,6 +358,7 @@ class Engine:
         model, name = model_and_method(request)
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
+        check_numbers(request)
         if isinstance(request, TextQuery):
             if name not in self.drafters:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")

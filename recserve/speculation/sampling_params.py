@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from recserve.core.field_checks import check_float, check_int
+
 # The smallest temperature besides 0. A logit divided by it is a finite float32 number, whatever
 # biases and penalties were added to it.
 MIN_TEMPERATURE = 1e-20
+MAX_COUNT = 2**31  # the largest count and token that the HTTP schemas accept
 
 
 @dataclass(frozen=True)
@@ -57,23 +60,30 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _within("temperature", self.temperature, 0.0, 100.0)
+        check_float("temperature", self.temperature, 0.0, 100.0)
         if 0 < self.temperature < MIN_TEMPERATURE:
             raise ValueError(
-                f"temperature is {self.temperature}; it must be 0 or at least {MIN_TEMPERATURE}"
+                f"temperature: expected 0 or at least {MIN_TEMPERATURE}, got {self.temperature}"
             )
-        _within("top_k", self.top_k, 0, None)
-        _within("top_p", self.top_p, 0.0, 1.0)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _within("max_tokens", self.max_tokens, 1, None)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("logprobs", self.logprobs or 0, 0, None)
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
-        for value in self.logit_bias.values():
-            _within("logit_bias", value, -1e9, 1e9)
+        check_int("top_k", self.top_k, 0, MAX_COUNT)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_float("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_float("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_int("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0)
+        check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for token, value in self.logit_bias.items():
+            check_int("logit_bias", token, 0, MAX_COUNT)
+            check_float("logit_bias", value, -1e9, 1e9)
+        for token in self.stop_token_ids:
+            check_int("stop_token_ids", token, 0, MAX_COUNT)
+        for word in self.bad_words:
+            for token in word:
+                check_int("bad_words", token, 0, MAX_COUNT)
         if any(not word for word in self.bad_words):
             raise ValueError("bad_words has an empty sequence; each needs at least one token")
 
@@ -126,14 +136,10 @@ class Speculation:
     tree: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        _within("num_tokens", self.num_tokens or 0, 0, None)
-        ranks = [rank for path in self.tree or () for rank in path]
-        _within("tree: the smallest rank", min(ranks, default=0), 0, None)
+        if self.num_tokens is not None:
+            check_int("num_tokens", self.num_tokens, 0)
+        for path in self.tree or ():
+            for rank in path:
+                check_int("tree", rank, 0)
         if self.tree is not None and not all(self.tree):
             raise ValueError("tree has an empty path; each path needs at least one rank")
-
-
-def _within(name: str, value: float, low: float, high: float | None) -> None:
-    if not low <= value or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} is {value}; it must be {bound}")

@@ -365,11 +365,11 @@ def test_wrong_requests_are_refused(model):
     ):
         with pytest.raises(error, match=message):
             engine.submit(request)
-    with pytest.raises(ValueError, match="num_tokens is -2; it must be at least 0"):
+    with pytest.raises(ValueError, match="num_tokens: expected int >= 0, got -2"):
         Speculation("none", num_tokens=-2)
     with pytest.raises(ValueError, match="empty path"):
         Speculation("none", tree=((0,), ()))
-    with pytest.raises(ValueError, match="temperature is -1; it must be between 0.0 and 100.0"):
+    with pytest.raises(ValueError, match="temperature: expected float >= 0.0, got -1"):
         SamplingParams(temperature=-1)
 
 
