@@ -35,13 +35,17 @@ def check_float(name: str, value: Any, low: float = -math.inf, high: float = mat
         raise ValueError(f"{name}: expected a finite float, got {value}")
 
 
-def check_ints(name: str, values: object, low: int, high: int) -> None:
+def check_array(name: str, values: Any) -> None:
+    """Raises ValueError unless a value is an array [n] of integers."""
+    if not isinstance(values, np.ndarray):
+        raise ValueError(f"{name}: expected an array of int, got {type(values).__name__}")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ValueError(f"{name}: expected int [n], got {values.dtype} {values.shape}")
+
+
+def check_ints(name: str, values: Any, low: int, high: int) -> None:
     """Raises ValueError unless an array [n] holds integers from `low` to `high` only."""
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
-        shape = f" of {values.dtype} {values.shape}" if isinstance(values, np.ndarray) else ""
-        raise ValueError(
-            f"{name}: expected an array [n] of int, got {type(values).__name__}{shape}"
-        )
+    check_array(name, values)
     if values.size and (values.min() < low or values.max() > high):
         bad = values[(values < low) | (values > high)][0]
         raise ValueError(f"{name}: expected int >= {low} and <= {high}, got {bad}")

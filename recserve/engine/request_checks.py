@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from recserve.core.field_checks import MAX_INT, check_float, check_int, check_ints
+from recserve.core.field_checks import MAX_INT, check_array, check_float, check_int, check_ints
 from recserve.core.request import (
     LikelihoodQuery,
     Prefix,
@@ -56,7 +56,7 @@ def _check_slate(request: SlateQuery) -> None:
     check_int("beam_width", request.beam_width, 1)
     check_float("dense_weight", request.dense_weight, 0.0, 100.0)
     if request.excluded is not None:
-        check_ints("excluded", request.excluded, 0, request.trie.num_rows - 1)
+        check_array("excluded", request.excluded)  # the search checks the rows themselves
     for cap in request.caps:
         check_int("caps.limit", cap.limit, 1)
     if (shares := request.outcome) is not None:
