@@ -13,6 +13,7 @@ from typing import Literal
 
 from recserve.batch.generate import Defaults, Generator, answer_schema
 from recserve.batch.part import Task
+from recserve.cores import short_waits
 
 Device = Literal["auto", "cpu", "cuda"]
 KERNELS = "RECSERVE_KERNELS"
@@ -217,4 +218,5 @@ def environment(recipe: Recipe) -> dict[str, str]:
     return {
         KERNELS: os.environ.get(KERNELS, "c"),
         "OMP_NUM_THREADS": str(recipe.threads),
+        **short_waits(),
     }

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from recserve import cores
 from recserve.cli import answers, bundle_swap, bundles, experiment_admin, experiments, serve, train
 from recserve.cli.batch import batch
 from recserve.extras import describe_missing
@@ -92,6 +93,7 @@ def options(
     ] = False,
 ) -> None:
     """Options of every command."""
+    cores.set_threads()
     if debug:
         logging.getLogger("recserve").setLevel(logging.DEBUG)
 

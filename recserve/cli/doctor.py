@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from recserve import cores
 from recserve.extras import install_advice
 from recserve.service.finding import Finding
 
@@ -116,7 +117,7 @@ def check_device() -> Finding:
             advice = f"Triton is missing, so the plain kernels run: {install_advice('gpu')}"
             return Finding("device", "warn", f"{properties.name}, {size}, {version}; {advice}")
         return Finding("device", "ok", f"{properties.name}, {size}, {version}")
-    threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+    threads = _threads(torch.get_num_threads())
     from recserve.kernels.native import native
     from recserve.kernels.native.processor import instructions
 
@@ -128,6 +129,18 @@ def check_device() -> Finding:
         )
         return Finding("device", "warn", f"{found}; {advice}")
     return Finding("device", "ok", f"{found}, layers compiled for it")
+
+
+def _threads(count: int) -> str:
+    """Says how many threads compute, what bounds their number, and how they wait."""
+    quota = cores.cpu_quota()
+    allowed = f"{len(cores.own_cores())} of {os.cpu_count()} cores"
+    if quota is not None:
+        allowed += f" with a CPU quota of {quota:g}"
+    waits = next(
+        (f"{name}={os.environ[name]}" for name in cores.POLICIES if name in os.environ), ""
+    )
+    return f"{count} threads on {allowed}, {waits or 'waiting as OpenMP does by default'}"
 
 
 def check_kernels() -> Finding:

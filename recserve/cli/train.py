@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -44,21 +43,11 @@ DrafterTextFlag = Annotated[
         "--text", help="Training text, plain or .zst, or a folder of `distill`; repeatable."
     ),
 ]
-SPINS = "1000"
 OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
 
-app = typer.Typer(no_args_is_help=True)
-
-
-@app.callback(help="Train a model and save its best checkpoint on validation data.")
-def limit_spinning() -> None:
-    """Lets threads of OpenMP sleep soon while they wait for each other.
-
-    Otherwise a thread that another process has pushed off its core makes all others spin. OpenMP
-    reads the variable when torch is imported, which each command does later.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+app = typer.Typer(
+    help="Train a model and save its best checkpoint on validation data.", no_args_is_help=True
+)
 
 
 @app.command()

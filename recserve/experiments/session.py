@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recserve.cores import usable_cores
 from recserve.experiments.calibration import (
     Lateness,
     Overhead,
@@ -112,11 +113,10 @@ def this_machine() -> MachineInfo:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "unknown"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return MachineInfo(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         processor=_processor(),
-        num_cores=cores or 1,
+        num_cores=usable_cores(),
         load_average=os.getloadavg()[0],
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),

@@ -28,6 +28,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recserve.config import ServerConfig, is_loopback
+from recserve.cores import short_waits
 from recserve.features.catalog.item_journal import JournalError
 from recserve.server.app import create_app
 from recserve.server.context import context_of
@@ -176,7 +177,11 @@ def app(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=5,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
-        ray_actor_options={"num_cpus": options.cpus, "num_gpus": options.gpus},
+        ray_actor_options={
+            "num_cpus": options.cpus,
+            "num_gpus": options.gpus,
+            "runtime_env": {"env_vars": short_waits()},
+        },
         **scaled,
     )
     return deployment(Replica).bind(options.model_dump(mode="json"))

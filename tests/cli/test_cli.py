@@ -1,7 +1,6 @@
 """The commands over a tiny bundle: what they print, what they refuse, how they end."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -371,21 +370,6 @@ def test_serve_refuses_a_wrong_setting(tmp_path):
     result = run("serve", "--config", config)
     assert result.exit_code == 1
     assert "did you mean bundle?" in str(result.exception)
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
-)
-def test_training_does_not_spin_for_long_unless_the_user_says_so(monkeypatch, given, found):
-    """OpenMP reads the variable when torch is imported, so it is set before."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "x")  # so that the test's changes are undone
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    assert run("train", "ranker", "--bundle", "none").exit_code != 0
-    assert os.environ.get("GOMP_SPINCOUNT") == found
 
 
 @pytest.mark.parametrize("flag", ["-v", "--version"])
