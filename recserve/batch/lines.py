@@ -33,7 +33,7 @@ from recserve.schemas.items import (
     InvalidRequest,
 )
 from recserve.schemas.validation import converted
-from recserve.service.errors import INVALID, REFUSALS, Refusal, nearest
+from recserve.service.errors import INVALID, INVALID_STATUS, REFUSALS, Refusal, nearest
 
 
 class BatchLine(Struct, frozen=True, kw_only=True):
@@ -128,6 +128,7 @@ class MalformedLine(ValueError):
     """A line is not JSON."""
 
 
+TEXT_STATUS = 400  # of an invalid field, as on the routes for texts
 LINE_REFUSALS = {
     **REFUSALS,
     MalformedLine: Refusal(400, INVALID, "malformed_body"),
@@ -141,9 +142,10 @@ def error_body(error: Exception) -> tuple[int, ErrorResponse]:
     said = nearest(error, LINE_REFUSALS)
     if said is None:
         raise error
+    status = TEXT_STATUS if said.status == INVALID_STATUS else said.status
     param = error.param if isinstance(error, InvalidRequest) else None
     detail = ErrorDetail(message=str(error), type=said.type, param=param, code=said.code)
-    return said.status, ErrorResponse(error=detail)
+    return status, ErrorResponse(error=detail)
 
 
 def _table(lines: Sequence[bytes]) -> pa.Table:

@@ -247,6 +247,7 @@ class Timing:
         nodes: Tree nodes that the target computed.
         prefix_cached: Prefix tokens found in the prefix cache.
         prefix_computed: Prefix tokens that were computed.
+        preemptions: Times that the request gave its pages to another one.
         drafted: Whether a head or a cached draft proposed the scored nodes. `speculative` without a
             draft is beam search.
     """
@@ -260,6 +261,7 @@ class Timing:
     nodes: int = 0
     prefix_cached: int = 0
     prefix_computed: int = 0
+    preemptions: int = 0
     drafted: bool = False
 
 

@@ -269,6 +269,7 @@ class Engine:
             pages_free=sum(kv.allocator.num_free for kv in caches),
             pages_cached=sum(kv.prefixes.num_pages for kv in caches),
             pages_total=sum(kv.allocator.num_pages for kv in caches),
+            slots_total=sum(kv.allocator.num_pages * kv.pool.page_size for kv in caches),
             prefix_hit_tokens=sum(kv.prefixes.num_hit_tokens for kv in caches),
             prefix_missed_tokens=sum(kv.prefixes.num_missed_tokens for kv in caches),
             background=len(self.queue.background) + begun,

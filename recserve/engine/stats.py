@@ -19,6 +19,7 @@ class EngineStats:
         pages_free: Free pages, over all models.
         pages_cached: Pages that the prefix caches hold.
         pages_total: All pages.
+        slots_total: Tokens that all pages hold.
         prefix_hit_tokens: Prefix tokens found in a prefix cache so far.
         prefix_missed_tokens: Prefix tokens not found in a prefix cache so far.
         background: Background requests, waiting or running. The other figures exclude them.
@@ -40,6 +41,7 @@ class EngineStats:
     pages_total: int
     prefix_hit_tokens: int
     prefix_missed_tokens: int
+    slots_total: int = 0
     background: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
     graph_searches: Mapping[str, int] = field(default_factory=dict)

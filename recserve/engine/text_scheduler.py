@@ -512,6 +512,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._cache_prefix(sequence)
         self._remove([sequence])
         sequence.num_computed = 0
+        sequence.timing.preemptions += 1
         insort(self.preempted, sequence, key=service_order)
 
     def _cache_prefix(self, sequence: TextSequence) -> None:

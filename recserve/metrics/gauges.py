@@ -142,6 +142,8 @@ class Gauges:
         illegal_items: Items from a model that do not exist or were excluded. Always 0.
         kv_pages: Pages of the KV pool, by state.
         prefix_tokens: Prefix tokens, by whether the prefix cache held them.
+        slots_total: Tokens that the KV pool holds, for vLLM's names.
+        context: Tokens of the language model's context, for vLLM's names.
         build: Labels of `recserve_build_info`; empty before the engine is loaded.
         slate_log: Figures of the slate log; None without one.
     """
@@ -152,6 +154,8 @@ class Gauges:
         "recserve_background_depth", "Prefixes and drafts waiting to be precomputed"
     )
     kv_pages: Mapping[str, int] = _gauges("recserve_kv_pages", "Pages of the KV pool", "state")
+    slots_total: int = _figure()
+    context: int = _figure()
     prefix_tokens: Mapping[str, int] = _counters(
         "recserve_prefix_cache_tokens",
         "Prefix tokens by whether the prefix cache held them",

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from recserve.metrics.gauges import Gauges
 from recserve.metrics.process import add_process_metrics
-from recserve.metrics.vllm import VllmCollector
+from recserve.metrics.vllm import VllmCollector, VllmTexts
 
 FINISH_REASONS = ("stop", "length", "abort")
 STAGES = ("queue", "features", "prefill", "draft", "verify", "total")
@@ -69,6 +69,7 @@ class Metrics:
         arms: Labels of the arms of experiments. Any other label counts as `none`.
         reasons: Failure reasons that are counted by name.
         codes: Codes of errors that are counted by name.
+        vllm_texts: Histograms that only vLLM has; None without its names.
     """
 
     def __init__(
@@ -151,7 +152,9 @@ class Metrics:
         self._export_at_zero()
         self.registry.register(_EngineCollector(engine))
         add_process_metrics(self.registry)
+        self.vllm_texts: VllmTexts | None = None
         if vllm_model is not None:
+            self.vllm_texts = VllmTexts(self.registry, vllm_model, SECONDS)
             texts = self._text_collectors()
             self.registry.register(VllmCollector(texts, engine, vllm_model))
 
@@ -232,7 +235,13 @@ class Metrics:
     def _text_collectors(self) -> dict[str, Collector]:
         """Returns the collectors that vLLM has too, by the name of their metric."""
         own = (self.first_token, self.inter_token, self.token_seconds, self.text_seconds)
-        counters = (self.text_queue, self.finished, self.tokens, *self._drafts.values())
+        counters = (
+            self.text_queue,
+            self.finished,
+            self.tokens,
+            *self._drafts.values(),
+            self.errors,
+        )
         return {family.name: each for each in (*own, *counters) for family in each.describe()}
 
     def page(self, openmetrics: bool = False) -> bytes:

@@ -6,13 +6,24 @@ lengths exclude the bonus token, and the prefix cache counts tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from recserve.metrics.gauges import Gauges
+
+
+class Timing(Protocol):
+    """Stages of one text in milliseconds; core/request.py implements it."""
+
+    queue_ms: float
+    prefill_ms: float
+    total_ms: float
+    preemptions: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,8 @@ class _Rename:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+TOKENS = tuple(digit * 10**zeros for zeros in range(7) for digit in (1, 2, 5))
+FEW = (1, 2, 5, 10, 20)
 POSITION = {"position": "position"}
 RENAMES = (
     _Rename("recserve_first_token_seconds", "vllm:time_to_first_token_seconds"),
@@ -53,6 +66,69 @@ RENAMES = (
         labels=POSITION,
     ),
 )
+
+
+class VllmTexts:
+    """Histograms of texts that only vLLM has, for dashboards made for it."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, seconds: Sequence[float]
+    ) -> None:
+        """Registers the histograms.
+
+        Args:
+            registry: Where they are exported.
+            model_name: Name of the language model.
+            seconds: Buckets of times.
+        """
+        kinds = {
+            "request_prompt_tokens": ("Tokens of a prompt", TOKENS),
+            "request_generation_tokens": ("Tokens written for a request", TOKENS),
+            "request_params_n": ("Texts that a request asks for", FEW),
+            "request_params_max_tokens": ("Most tokens that a request allows", TOKENS),
+            "request_max_num_generation_tokens": ("Tokens of a request's longest text", TOKENS),
+            "request_inference_time_seconds": ("Time of a request in the engine", seconds),
+            "request_prefill_time_seconds": ("Time of a request's prefill", seconds),
+            "request_decode_time_seconds": ("Time of a request's decoding", seconds),
+            "request_num_preemptions": ("Times that a request gave way to others", FEW),
+        }
+        labels = {"model_name": model_name, "engine": "0"}
+        self._preemptions = Counter(
+            "vllm:num_preemptions", "Times that texts gave way to others", labels, registry=registry
+        ).labels(**labels)
+        self._histograms = {
+            name: Histogram(
+                f"vllm:{name}", text, labels, registry=registry, buckets=buckets
+            ).labels(**labels)
+            for name, (text, buckets) in kinds.items()
+        }
+
+    def observe(
+        self, prompts: Sequence[int], written: Sequence[int], most: Sequence[int], timing: Timing
+    ) -> None:
+        """Counts one request.
+
+        Args:
+            prompts: Tokens of each prompt.
+            written: Tokens of each text; as many for each prompt.
+            most: Most tokens of each text.
+            timing: Stages of the text that took longest.
+        """
+        inference = timing.total_ms - timing.queue_ms
+        figures = {
+            "request_prompt_tokens": sum(prompts),
+            "request_generation_tokens": sum(written),
+            "request_params_n": len(written) // len(prompts),
+            "request_params_max_tokens": max(most),
+            "request_max_num_generation_tokens": max(written),
+            "request_inference_time_seconds": inference / 1e3,
+            "request_prefill_time_seconds": timing.prefill_ms / 1e3,
+            "request_decode_time_seconds": max(inference - timing.prefill_ms, 0.0) / 1e3,
+            "request_num_preemptions": timing.preemptions,
+        }
+        for name, figure in figures.items():
+            self._histograms[name].observe(figure)
+        self._preemptions.inc(timing.preemptions)
 
 
 class VllmCollector(Collector):
@@ -83,6 +159,7 @@ class VllmCollector(Collector):
             return
         fixed = {"model_name": self.model_name, "engine": "0"}
         yield from _gauges(gauges, fixed)
+        yield _refusals(self.sources["recserve_errors"], fixed)
         for rename in RENAMES:
             for family in self.sources[rename.source].collect():
                 yield _renamed(rename, family, fixed)
@@ -99,6 +176,22 @@ def _gauges(gauges: Gauges, fixed: Mapping[str, str]) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(fixed))
         family.add_metric(list(fixed.values()), value)
         yield family
+    waiting = GaugeMetricFamily(
+        "vllm:num_requests_waiting_by_reason",
+        "Requests waiting for the engine, by reason",
+        labels=[*fixed, "reason"],
+    )
+    waiting.add_metric([*fixed.values(), "capacity"], gauges.queue_depth)
+    waiting.add_metric([*fixed.values(), "deferred"], 0)
+    yield waiting
+    size = {"kv_cache_size_tokens": str(gauges.slots_total)}
+    if gauges.context:
+        size["kv_cache_max_concurrency"] = f"{gauges.slots_total / gauges.context:.2f}"
+    info = GaugeMetricFamily(
+        "vllm:cache_config_info", "Size of the KV cache; always 1", labels=["engine", *size]
+    )
+    info.add_metric([fixed["engine"], *size.values()], 1)
+    yield info
     for name, text, count in (
         ("queries", "Prompt tokens looked up in the prefix cache", sum(tokens.values())),
         ("hits", "Prompt tokens found in the prefix cache", tokens.get("hit", 0)),
@@ -106,6 +199,17 @@ def _gauges(gauges: Gauges, fixed: Mapping[str, str]) -> Iterator[Metric]:
         counter = CounterMetricFamily(f"vllm:prefix_cache_{name}", text, labels=list(fixed))
         counter.add_metric(list(fixed.values()), count)
         yield counter
+
+
+def _refusals(errors: Collector, fixed: Mapping[str, str]) -> Metric:
+    """Returns the requests that a full queue refused."""
+    counter = CounterMetricFamily(
+        "vllm:admission_rejections", "Requests that a full queue refused", labels=list(fixed)
+    )
+    samples = [sample for family in errors.collect() for sample in family.samples]
+    refused = [one.value for one in samples if one.labels.get("code") == "queue_full"]
+    counter.add_metric(list(fixed.values()), sum(refused[:1]))
+    return counter
 
 
 def _renamed(rename: _Rename, family: Metric, fixed: Mapping[str, str]) -> Metric:

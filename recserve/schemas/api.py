@@ -84,6 +84,8 @@ class Operation(Generic[P, A]):
         event: Type of an event, if the body may ask for a stream; else None.
         summary: What the operation does, in one line.
         status: HTTP status of an answer.
+        invalid_status: HTTP status if a field is out of range. It is 400 where OpenAI has the route
+            or another server of language models: their clients know no 422.
         open: Needs no key. It then reveals only whether the server is up.
         counted: Counts for the quota of the key, and has a trace.
         queue: Models of which one has the queue in which the request waits, by the parameter
@@ -107,6 +109,7 @@ class Operation(Generic[P, A]):
     event: type[msgspec.Struct] | None
     summary: str
     status: int
+    invalid_status: int
     open: bool
     counted: bool
     queue: Models | Mapping[str, Models]
@@ -168,6 +171,7 @@ def operation(
     aliases: tuple[str, ...] = (),
     event: type[msgspec.Struct] | None = None,
     status: int = 200,
+    invalid_status: int = 422,
     open: bool = False,
     counted: bool = True,
     queue: Models | Mapping[str, Models] = (),
@@ -199,6 +203,7 @@ def operation(
             event=event,
             summary=(declared.__doc__ or "").partition("\n")[0],
             status=status,
+            invalid_status=invalid_status,
             open=open,
             counted=counted and not open,
             queue=queue,
@@ -361,6 +366,7 @@ class Api:
         event=t.CompletionResponse,
         queue=TEXT,
         errors=(*LANGUAGE, "unfit_draft"),
+        invalid_status=400,
     )
     def complete(
         self, body: t.CompletionRequest, deadline_s: float | None = None
@@ -372,32 +378,35 @@ class Api:
         event=t.ChatChunk,
         queue=TEXT,
         errors=(*LANGUAGE, "unfit_draft"),
+        invalid_status=400,
     )
     def chat(self, body: t.ChatRequest, deadline_s: float | None = None) -> t.ChatResponse:
         """Generates the assistant's next turn."""
 
     # vLLM's third name of the route, which litellm uses, is the alias.
-    @operation("POST /v1/rerank", aliases=("/rerank",), queue=TEXT, errors=LANGUAGE)
+    @operation(
+        "POST /v1/rerank", aliases=("/rerank",), queue=TEXT, errors=LANGUAGE, invalid_status=400
+    )
     def rerank(self, body: s.RerankRequest, deadline_s: float | None = None) -> s.RerankResponse:
         """Sorts documents by relevance to a query, in Jina's format."""
 
-    @operation("POST /v2/rerank", queue=TEXT, errors=LANGUAGE)
+    @operation("POST /v2/rerank", queue=TEXT, errors=LANGUAGE, invalid_status=400)
     def rerank_v2(self, body: s.RerankRequest, deadline_s: float | None = None) -> s.RerankResponse:
         """Sorts documents by relevance to a query, in Cohere's format."""
 
-    @operation("POST /generative_scoring", queue=TEXT, errors=LANGUAGE)
+    @operation("POST /generative_scoring", queue=TEXT, errors=LANGUAGE, invalid_status=400)
     def generative_scoring(
         self, body: s.GenerativeScoringRequest, deadline_s: float | None = None
     ) -> s.GenerativeScoringResponse:
         """Returns probabilities of label tokens after a query and each item."""
 
-    @operation("POST /v1/embeddings", queue=TEXT, errors=LANGUAGE)
+    @operation("POST /v1/embeddings", queue=TEXT, errors=LANGUAGE, invalid_status=400)
     def embeddings(
         self, body: c.EmbeddingsRequest, deadline_s: float | None = None
     ) -> c.EmbeddingsResponse:
         """Returns a vector per text: the mean of the model's final hidden states, of length 1."""
 
-    @operation("POST /tokenize", errors=ENCODED)
+    @operation("POST /tokenize", errors=ENCODED, invalid_status=400)
     def tokenize(
         self, body: c.TokenizeRequest, deadline_s: float | None = None
     ) -> c.TokenizeResponse:
@@ -407,7 +416,7 @@ class Api:
     def tokenizer_info(self, deadline_s: float | None = None) -> c.TokenizerInfo:
         """Returns the special tokens and the chat template of the language model, as vLLM does."""
 
-    @operation("POST /detokenize", errors=ENCODED)
+    @operation("POST /detokenize", errors=ENCODED, invalid_status=400)
     def detokenize(
         self, body: c.DetokenizeRequest, deadline_s: float | None = None
     ) -> c.DetokenizeResponse:

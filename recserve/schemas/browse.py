@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from recserve.bounds import MAX_USER_ID_BYTES
 from recserve.schemas.items import Id, StrictStruct
 
 MAX_LISTED = 100
@@ -19,6 +20,7 @@ LISTS = frozenset({"ids"})
 
 Limit = Annotated[int, Meta(ge=1, le=MAX_LISTED)]
 Cursor = Annotated[str, Meta(max_length=512)]
+UserCursor = Annotated[str, Meta(min_length=1, max_length=MAX_USER_ID_BYTES)]
 
 
 def split_texts(joined: str) -> list[str]:
@@ -79,7 +81,7 @@ class UsersQuery(StrictStruct, frozen=True, kw_only=True):
 
     prefix: Annotated[str, Meta(max_length=MAX_QUERY)] = ""
     limit: Limit = DEFAULT_LISTED
-    after: Cursor | None = None
+    after: UserCursor | None = None
 
 
 class ListedItem(Struct, frozen=True, kw_only=True, gc=False):

@@ -21,6 +21,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+# A template knows system, user and assistant; it may take other roles, or refuse them.
+Role = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
 class TextPart(Struct, frozen=True, kw_only=True):
     """A text part of a message; no other kind is supported."""
 
@@ -48,13 +52,15 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     """One turn. The template receives the role `developer` as `system`.
 
     Attributes:
+        role: Who speaks: system, developer, user, assistant, tool, or another role that the chat
+            template takes.
         content: The text; None only beside `tool_calls`, which gives the template an empty text.
         tool_calls: Functions that the assistant called. The template receives them.
         tool_call_id: The call whose result a turn of the role `tool` holds.
         reasoning_content: The assistant's thoughts before its answer. The template receives them.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.schemas.chat_messages import ChatMessage
-from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct, UnsupportedField
+from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct
+from recserve.schemas.neutral import check_neutral
 from recserve.schemas.scoring import ModelName
 from recserve.schemas.text import TextTimeoutMs, TokenId, TokenIds, Usage
 
@@ -31,14 +32,19 @@ class EmbeddingsRequest(StrictStruct, frozen=True, kw_only=True):
     model: ModelName | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Any = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    padding: Any = None
+    use_activation: Any = None
+    mm_processor_kwargs: Any = None
+    cache_salt: Any = None
     user: str | None = None
     timeout_ms: TextTimeoutMs | None = None
     request_id: RequestId | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set."""
-        if self.dimensions is not None:
-            raise UnsupportedField("dimensions", "not supported; a vector has the model's size")
+        check_neutral(self)
 
 
 class Embedding(Struct, frozen=True, kw_only=True):
@@ -77,9 +83,19 @@ class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     return_token_strs: bool | None = None
+    continue_final_message: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    tools: Any = None
+    media_io_kwargs: Any = None
+    mm_processor_kwargs: Any = None
 
     def check(self) -> None:
-        """Raises InvalidRequest unless exactly one of text and conversation is given."""
+        """Raises InvalidRequest unless exactly one of text and conversation is given.
+
+        It is raised for a field without support too.
+        """
+        check_neutral(self)
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("prompt", "expected either prompt or messages")
 

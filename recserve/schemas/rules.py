@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from recserve.schemas import chat_messages, encoding, scoring, text
+from recserve.schemas.neutral import refused_fields
 
 Schema = dict[str, Any]
+TEXT_KINDS = (text.CompletionRequest, text.ChatRequest)
+SCORING_KINDS = (scoring.RerankRequest, scoring.GenerativeScoringRequest)
+ENCODING_KINDS = (encoding.EmbeddingsRequest, encoding.TokenizeRequest)
 NULL: Schema = {"type": "null"}
 GIVEN: Schema = {"not": NULL}
 TRUE: Schema = {"const": True}
@@ -156,15 +160,14 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
         components[name]["not"] = {"anyOf": list(patterns)}
     for (name, field), words in IN_WORDS.items():
         components[name]["properties"][field]["description"] = words
-    for name in ("CompletionRequest", "ChatRequest"):
-        fields = components[name]["properties"]
-        for field in fields.keys() & text.REFUSED.keys():
-            neutral, reason = text.REFUSED[field]
-            values = one_of(None, *neutral)["anyOf"]
-            if field == "best_of":  # as many as n, see the rules
-                values = [NULL, {"type": "integer", "minimum": 1, "maximum": text.MAX_N}]
+    for kind in (*TEXT_KINDS, *SCORING_KINDS, *ENCODING_KINDS):
+        fields = components[kind.__name__]["properties"]
+        for field, (neutral, reason) in refused_fields(kind).items():
             words = f"{reason[:1].upper()}{reason[1:]}."
+            values = one_of(None, *neutral)["anyOf"]
             fields[field] = {"default": None, "description": words, "anyOf": values}
+    for kind in TEXT_KINDS:
+        fields = components[kind.__name__]["properties"]
         fields["temperature"]["anyOf"][0]["not"] = {
             "exclusiveMinimum": 0,
             "exclusiveMaximum": min_temperature,
@@ -172,9 +175,6 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
         fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": TOKEN_ID}
     for field, allowed in chat_messages.REFUSED.items():
         components["ChatMessage"]["properties"][field] |= one_of(*allowed)
-    for field in scoring.REFUSED:
-        components["RerankRequest"]["properties"][field] |= NULL
-    components["EmbeddingsRequest"]["properties"]["dimensions"] |= NULL
     fields = components["GenerativeScoringRequest"]["properties"]
     fields["item_first"] |= {"const": False}
     fields["label_token_ids"]["uniqueItems"] = True

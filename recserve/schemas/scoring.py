@@ -15,15 +15,14 @@ from recserve.schemas.items import (
     InvalidRequest,
     RequestId,
     StrictStruct,
-    UnsupportedField,
 )
+from recserve.schemas.neutral import check_neutral
 from recserve.schemas.text import TextTimeoutMs, TokenId, Usage
 
 MAX_LABELS = 64
-REFUSED = ("rank_fields", "max_chunks_per_doc")  # fields of Cohere
 
 ModelName = Annotated[str, Meta(max_length=256)]
-Count = Annotated[int, Meta(ge=1, le=2**31)]
+CountOrZero = Annotated[int, Meta(ge=0, le=2**31)]
 TokenTexts = Annotated[list[TokenId], Meta(min_length=1)]
 
 
@@ -39,11 +38,12 @@ class RerankRequest(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         query: The search query.
         documents: Texts or Document objects.
-        top_n: Number of best documents to return; None returns all.
-        return_documents: Add the texts to the response.
+        top_n: Number of best documents to return; None and 0 return all.
+        return_documents: Add the texts to the response. None adds them on /v1/rerank, as Jina and
+            vLLM do, and not on /v2/rerank, as Cohere does.
         instruction: What makes a document relevant; None means a general instruction.
-        max_tokens_per_doc: Longer documents are cut to this length. None refuses documents that do
-            not fit the context.
+        max_tokens_per_doc: Longer documents are cut to this length. None and 0 refuse documents
+            that do not fit the context.
         rank_fields: Field of Cohere; refused.
         max_chunks_per_doc: Field of Cohere; refused.
     """
@@ -51,20 +51,25 @@ class RerankRequest(StrictStruct, frozen=True, kw_only=True):
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_CANDIDATES)]
     model: ModelName | None = None
-    top_n: Count | None = None
-    return_documents: bool = False
+    top_n: CountOrZero | None = None
+    return_documents: bool | None = None
     instruction: Annotated[str, Meta(max_length=4096)] | None = None
-    max_tokens_per_doc: Count | None = None
+    max_tokens_per_doc: CountOrZero | None = None
     rank_fields: Any = None
     max_chunks_per_doc: Any = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    padding: Any = None
+    use_activation: Any = None
+    mm_processor_kwargs: Any = None
+    cache_salt: Any = None
+    user: str | None = None
     timeout_ms: TextTimeoutMs | None = None
     request_id: RequestId | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set."""
-        for name in REFUSED:
-            if getattr(self, name) is not None:
-                raise UnsupportedField(name, "not supported; a document is one text")
+        check_neutral(self)
 
 
 class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
@@ -87,11 +92,13 @@ class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
     apply_softmax: bool = True
     item_first: bool = False
     add_special_tokens: bool = True
+    cache_salt: Any = None
     timeout_ms: TextTimeoutMs | None = None
     request_id: RequestId | None = None
 
     def check(self) -> None:
         """Raises InvalidRequest if an unsupported field is set, or a label is repeated."""
+        check_neutral(self)
         labels = self.label_token_ids
         for place, label in enumerate(labels):
             if label in labels[:place]:  # it would count twice among the labels

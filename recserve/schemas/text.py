@@ -1,11 +1,12 @@
 """Requests and responses of the routes that write text, in OpenAI's format.
 
-Bounds equal OpenAI's where it has one. REFUSED lists the fields of OpenAI that this server does not
-support, with reasons. Fields that do not affect the text are accepted and ignored.
+Bounds equal OpenAI's where it has one. A field of the type Any is one that this server does not
+support, see `neutral.py`. Fields that do not affect the text are accepted and ignored.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -21,6 +22,7 @@ from recserve.schemas.items import (
     UnsupportedField,
 )
 from recserve.schemas.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from recserve.schemas.neutral import check_neutral
 from recserve.schemas.speculation import SpeculationMetrics, TokenSource
 
 MAX_N = 16
@@ -34,41 +36,12 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 TextTimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TEXT_TIMEOUT_MS)]
-Bias = dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]]
+Bias = dict[str | int, Annotated[float, Meta(ge=-100, le=100)]]
+MAX_NAMED = 16  # wrong keys that an error names
 Whole = Annotated[int, Meta(ge=1, le=2**31)]
 WholeOrZero = Annotated[int, Meta(ge=0, le=2**31)]
 
-# Field -> (neutral values, reason to refuse any other value).
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((1,), "not supported; request n texts and choose among them"),
-    "suffix": (("",), "not supported; a completion only continues its prompt"),
-    "tools": (([], {}), "not supported; describe them in the messages"),
-    "tool_choice": (("none", "auto", ""), "not supported"),
-    "functions": (([], {}), "not supported; describe them in the messages"),
-    "function_call": (("none", "auto", ""), "not supported"),
-    "response_format": (({"type": "text"},), "not supported; the output is free text"),
-    "modalities": (([], ["text"]), "not supported; the output is text only"),
-    "audio": ((), "not supported; the output is text only"),
-    "web_search_options": ((), "not supported"),
-    "prediction": ((), "not supported; the server drafts by itself, see speculation"),
-    "store": ((False,), "not supported; the server does not store texts"),
-    "reasoning_effort": (("none", ""), "not supported; see chat_template_kwargs"),
-    "verbosity": (("medium", ""), "not supported"),
-    "skip_special_tokens": ((True,), "not supported; special tokens have no text"),
-    "spaces_between_special_tokens": ((True, False), "not supported"),
-    "include_stop_str_in_output": ((False,), "not supported; a stop string is never in the text"),
-    "return_token_ids": ((False,), "not supported; see stream_options.include_token_sources"),
-    "continue_final_message": ((False,), "not supported; the assistant's turn begins anew"),
-    "add_generation_prompt": ((True,), "not supported; the assistant's turn follows"),
-    "use_beam_search": ((False,), "not supported for texts"),
-    "length_penalty": ((1,), "not supported"),
-    "truncate_prompt_tokens": ((-1,), "not supported; shorten the prompt"),
-}
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two JSON values are equal. In JSON, 0 is not false, and 1 is not true."""
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
@@ -98,15 +71,16 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
 
     Attributes:
         include_usage: Add a last chunk with the token counts of the whole response.
-        continuous_usage_stats: Add to every chunk the token counts of its text so far.
+        continuous_usage_stats: Beside `include_usage`: add to every chunk the token counts of its
+            text so far.
         include_token_sources: Add to every choice its text by token, and whether a draft proposed
             the token.
         include_obfuscation: Ignored.
     """
 
-    include_usage: bool = False
-    include_token_sources: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    include_token_sources: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -149,6 +123,28 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
     use_beam_search: Any = None
     length_penalty: Any = None
     truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    allowed_token_ids: Any = None
+    logprob_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+    return_token_offsets: Any = None
+    return_weight_versions: Any = None
+    detokenize: Any = None
+    thinking_token_budget: Any = None
+    watermarking: Any = None
+    repetition_detection: Any = None
+    stream_interval: Any = None
+    cache_salt: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    mm_processor_kwargs: Any = None
+    vllm_xargs: Any = None
+    session_id: str | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -156,14 +152,18 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
         most: int | None = getattr(self, "max_completion_tokens", None)
         return self.max_tokens if most is None else most
 
+    def biases(self) -> dict[int, float]:
+        """Returns `logit_bias` by token id. Raises InvalidRequest, which names all wrong keys."""
+        given = self.logit_bias or {}
+        wrong = [str(key) for key in given if not _TOKEN_ID.fullmatch(str(key))]
+        if wrong:
+            names = ", ".join(repr(key[:64]) for key in wrong[:MAX_NAMED])
+            raise InvalidRequest("logit_bias", f"expected token ids as keys, got {names}")
+        return {int(key): value for key, value in given.items()}
+
     def check(self) -> None:
         """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
-        for name, (neutral, reason) in REFUSED.items():
-            value = getattr(self, name, None)
-            if name == "best_of":
-                neutral = (self.n or 1,)
-            if value is not None and not any(_is_same(value, one) for one in neutral):
-                raise UnsupportedField(name, reason)
+        check_neutral(self)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
 
@@ -188,12 +188,17 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
     add_special_tokens: bool = True
     prompt_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
-    best_of: Any = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     suffix: Any = None
+    prompt_embeds: Any = None
+    response_format: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequest if a field is unsupported, or a stream has to score its prompt."""
         super().check()
+        if self.best_of not in (None, self.n or 1):
+            why = "not supported; request n texts and choose among them"
+            raise UnsupportedField("best_of", why)
         if self.stream and self.scores_prompt:
             name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
             raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
@@ -235,6 +240,13 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     verbosity: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    include_reasoning: Any = None
+    media_io_kwargs: Any = None
+    add_special_tokens: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
 
     def check(self) -> None:
         """Raises InvalidRequest if a field is unsupported, or lacks another one that it needs."""
@@ -302,7 +314,7 @@ class ChatDelta(Struct, frozen=True, kw_only=True):
     """A piece of a chat response. The first piece has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from recserve.features.history.history import (
     ListingUnsupported,
     StoreUnavailable,
 )
+from recserve.schemas.api import Operation
 from recserve.schemas.experiments import ExperimentNotSaved, UnknownExperiment
 from recserve.schemas.inference import InferError
 from recserve.schemas.items import (
@@ -28,7 +30,7 @@ from recserve.schemas.items import (
 )
 from recserve.server.body_decoder import MalformedBody
 from recserve.server.trace import Trace
-from recserve.service.errors import REFUSALS, Refusal, ServiceClosed, nearest
+from recserve.service.errors import INVALID_STATUS, REFUSALS, Refusal, ServiceClosed, nearest
 
 Header = tuple[bytes, bytes]
 
@@ -184,11 +186,19 @@ REASONS = tuple(sorted({row.reason for row in ROWS}))
 CODES = tuple(sorted({row.code for row in ROWS}))
 
 
-def row_of(error: BaseException) -> Row:
-    """Returns the row of an exception's nearest class in the table; INTERNAL if there is none."""
+def row_of(error: BaseException, operation: Operation[Any, Any] | None = None) -> Row:
+    """Returns the row of an exception's nearest class in the table; INTERNAL if there is none.
+
+    Args:
+        error: The exception.
+        operation: What the request asked for, which decides the status of invalid fields.
+    """
     if isinstance(error, HTTPException):
         return ROUTING.get(error.status_code, INTERNAL)
-    return nearest(error, TABLE) or INTERNAL
+    row = nearest(error, TABLE) or INTERNAL
+    if row.status == INVALID_STATUS and operation is not None:
+        return replace(row, status=operation.invalid_status)
+    return row
 
 
 def error_answer(error: BaseException) -> ErrorResponse:
@@ -211,14 +221,17 @@ def is_inference(path: str) -> bool:
     return path == "/v2" or path.startswith("/v2/") and not path.startswith("/v2/rerank")
 
 
-def error_response(error: BaseException, path: str) -> Response:
+def error_response(
+    error: BaseException, path: str, operation: Operation[Any, Any] | None = None
+) -> Response:
     """Returns the response of an error, with the headers that its status requires.
 
     Args:
         error: An exception; TABLE maps it to a status.
         path: Path of the request, which decides the form of the body; empty if it is unknown.
+        operation: See `row_of`.
     """
-    row = row_of(error)
+    row = row_of(error, operation)
     headers = {}
     if isinstance(error, QueueFull | QuotaExceeded):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))

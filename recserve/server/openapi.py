@@ -20,9 +20,39 @@ from recserve.schemas.api import OPERATIONS, Operation
 from recserve.schemas.browse import LISTS
 from recserve.schemas.rules import add_rules
 from recserve.server.errors import INTERNAL, ROUTING, TABLE, Row, is_inference
+from recserve.service.errors import INVALID_STATUS
 from recserve.speculation.sampling_params import MIN_TEMPERATURE
 
 Schema = dict[str, Any]
+# Groups of operations by the start of their paths; the first that fits counts.
+TAGS = {
+    "/v1/recommend": "Recommend and rank",
+    "/v1/rank": "Recommend and rank",
+    "/v1/items": "Items",
+    "/v1/events": "Events and users",
+    "/v1/event-types": "Events and users",
+    "/v1/users": "Events and users",
+    "/v1/experiments": "Experiments",
+    "/admin/experiments": "Experiments",
+    "/admin": "Operation",
+    "/v2/rerank": "Text",
+    "/v2/health": "Operation",
+    "/v2": "Open Inference Protocol",
+    "/health": "Operation",
+    "/ping": "Operation",
+    "/metrics": "Operation",
+    "/version": "Operation",
+    "/": "Text",
+}
+SECURITY: Schema = {
+    "key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A key of the setting `api_keys`, or of `admin_keys` below /admin. A server "
+        "without keys takes requests without one.",
+    },
+    "basic": {"type": "http", "scheme": "basic", "description": "Any name, a key as password."},
+}
 # Codes of errors: of every request, of those with a key, a body or query, a queue.
 ALWAYS = ("request_timeout", "headers_too_large", "internal", "not_ready", "too_many_connections")
 KEYS = ("invalid_api_key", "cross_site")
@@ -47,6 +77,9 @@ def describe(app: FastAPI) -> Schema:
     _complete(components)
     add_rules(components, MIN_TEMPERATURE)
     document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+    document["components"]["securitySchemes"] = SECURITY
+    document["servers"] = [{"url": "/"}]
+    document["tags"] = [{"name": name} for name in dict.fromkeys(TAGS.values())]
     for row in rows:
         path = document["paths"].setdefault(row.path.replace(":path}", "}"), {})
         path[row.method.lower()] = _operation(row, by_kind)
@@ -59,6 +92,8 @@ def _operation(row: Operation[Any, Any], by_kind: dict[type, Schema]) -> Schema:
         "summary": row.name.replace("_", " ").title(),
         "description": row.summary,
         "operationId": row.name,
+        "tags": [next(tag for start, tag in TAGS.items() if row.path.startswith(start))],
+        "security": [{}] if row.open else [{"key": []}, {"basic": []}, {}],
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -127,6 +162,7 @@ def error_statuses(row: Operation[Any, Any], error_schema: Schema) -> Schema:
     statuses: dict[int, list[str]] = {}
     for code in error_codes(row):
         status = next(one.status for one in known if one.code == code)
+        status = row.invalid_status if status == INVALID_STATUS else status
         statuses.setdefault(status, []).append(code)
     content = {"application/json": {"schema": error_schema}}
     return {

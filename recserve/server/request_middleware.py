@@ -69,7 +69,8 @@ class RequestMiddleware:
                 error = request_error(raised)  # SystemExit of a plug-in would end the server
                 self._note(context, error)
                 if not answer.started and not isinstance(error, ClientGone):
-                    await error_response(error, scope["path"])(scope, receive, answer)
+                    response = error_response(error, scope["path"], context.operation)
+                    await response(scope, receive, answer)
         finally:
             context.close()
             self.state.lifecycle.leave(generation)
@@ -79,7 +80,7 @@ class RequestMiddleware:
 
     def _note(self, context: RequestContext, error: Exception) -> None:
         """Records a failure in the trace, and logs what the operator has to know."""
-        row, trace = row_of(error), context.trace
+        row, trace = row_of(error, context.operation), context.trace
         trace.failure, trace.error_code = row.reason, row.code
         trace.status = trace.status or row.status
         if row.status == 500:

@@ -59,19 +59,20 @@ class Refusal:
 
 
 INVALID = "invalid_request_error"
+INVALID_STATUS = 422  # of most routes; see `invalid_status` of an operation
 REFUSALS: dict[type[Exception], Refusal] = {
     UnknownItem: Refusal(404, "not_found_error", "unknown_item"),
     UnknownModel: Refusal(404, "not_found_error", "unknown_model"),
     UnknownVersion: Refusal(404, "not_found_error", "unknown_catalog_version"),
-    InvalidRequest: Refusal(422, INVALID, "out_of_range"),
-    UnknownField: Refusal(422, INVALID, "unknown_field"),
-    MissingField: Refusal(422, INVALID, "missing_field"),
-    UnsupportedField: Refusal(422, INVALID, "unsupported"),
-    ContextExceeded: Refusal(422, INVALID, "context_length_exceeded"),
-    RequestTooLarge: Refusal(422, INVALID, "request_too_large"),
-    TooManyQueries: Refusal(422, INVALID, "request_too_large"),
-    UnfitDraft: Refusal(422, INVALID, "unfit_draft"),
-    UnfitRule: Refusal(422, INVALID, "unfit_draft"),
+    InvalidRequest: Refusal(INVALID_STATUS, INVALID, "out_of_range"),
+    UnknownField: Refusal(INVALID_STATUS, INVALID, "unknown_field"),
+    MissingField: Refusal(INVALID_STATUS, INVALID, "missing_field"),
+    UnsupportedField: Refusal(INVALID_STATUS, INVALID, "unsupported"),
+    ContextExceeded: Refusal(INVALID_STATUS, INVALID, "context_length_exceeded"),
+    RequestTooLarge: Refusal(INVALID_STATUS, INVALID, "request_too_large"),
+    TooManyQueries: Refusal(INVALID_STATUS, INVALID, "request_too_large"),
+    UnfitDraft: Refusal(INVALID_STATUS, INVALID, "unfit_draft"),
+    UnfitRule: Refusal(INVALID_STATUS, INVALID, "unfit_draft"),
 }
 
 

@@ -447,7 +447,8 @@ class Service:
         if not self.engine.schedulers:
             return Gauges()
         illegal = 0 if self._recommender is None else self._recommender.illegal_items
-        return gauges_of(self.engine.stats(), illegal)
+        context = 0 if self._text is None else self._text.model.context
+        return gauges_of(self.engine.stats(), illegal, context)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -551,12 +552,13 @@ def build_info(device: str) -> dict[str, str]:
     }
 
 
-def gauges_of(stats: EngineStats, illegal_items: int = 0) -> Gauges:
+def gauges_of(stats: EngineStats, illegal_items: int = 0, context: int = 0) -> Gauges:
     """Returns an engine's statistics as Prometheus metrics."""
     used = stats.pages_total - stats.pages_free - stats.pages_cached
     return Gauges.of(
         stats,
         illegal_items=illegal_items,
+        context=context,
         kv_pages={"free": stats.pages_free, "cached": stats.pages_cached, "used": max(used, 0)},
         prefix_tokens={"hit": stats.prefix_hit_tokens, "miss": stats.prefix_missed_tokens},
         build=build_info(stats.device),

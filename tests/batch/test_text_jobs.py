@@ -117,16 +117,16 @@ def test_texts_without_a_seed_differ_by_line_and_by_the_seed_of_the_job(service,
 def test_bad_lines_go_to_errors_as_http_responses(service, tmp_path):
     good = line(0, "/v1/completions", prompt="a", max_tokens=1)
     bad = [
-        (line(1, "/v1/completions", prompt="a", max_tokens=-1), 422, "max_tokens"),
+        (line(1, "/v1/completions", prompt="a", max_tokens=-1), 400, "max_tokens"),
         ("not json\n", 400, None),
-        (line(3, "/v1/recommend", k=3), 422, "url"),
+        (line(3, "/v1/recommend", k=3), 400, "url"),
         (line(4, "/v1/completions", prompt="a", model="other"), 404, None),
-        (line(5, "/v1/completions", prompt="a", stream=True), 422, "stream"),
-        (line(6, "/v1/completions", prompt="a " * 2000), 422, "prompt"),
-        ({"custom_id": "c7", "body": {}}, 422, "url"),
+        (line(5, "/v1/completions", prompt="a", stream=True), 400, "stream"),
+        (line(6, "/v1/completions", prompt="a " * 2000), 400, "prompt"),
+        ({"custom_id": "c7", "body": {}}, 400, "url"),
         (
             line(8, "/v1/completions", prompt="a", speculation={"verifier": "rejection"}),
-            422,
+            400,
             "speculation.verifier",
         ),
     ]

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.core.draft_policy import DraftHealth
+from recserve.core.request import Timing
 from recserve.metrics import POSITIONS, Gauges, Metrics
 from recserve.metrics.gauges import SlateLogCounts
 from recserve.speculation.completion import SpeculationCounts
@@ -155,6 +156,36 @@ def test_vllms_names_mean_the_same():
     assert of("spec_decode_num_accepted_tokens_total") == 10
     places = [of("spec_decode_num_accepted_tokens_per_pos_total", position=p) for p in "012"]
     assert places == [4, 4, 2]
+
+
+def test_vllms_histograms_count_each_request():
+    metrics, draw = served("story"), random.Random(1)
+    texts = metrics.vllm_texts
+    assert texts is not None
+    sums = dict.fromkeys(("prompt", "generation", "n", "max", "inference", "preempted"), 0.0)
+    for _ in range(20):
+        prompts = [draw.randrange(1, 500) for _ in range(draw.randrange(1, 4))]
+        n, queue_ms, total_ms = draw.choice([1, 3]), draw.random(), draw.random() + 3
+        written = [draw.randrange(300) for _ in range(len(prompts) * n)]
+        most = [max(written)] * len(written)
+        timing = Timing(queue_ms=queue_ms, total_ms=total_ms, preemptions=draw.randrange(3))
+        texts.observe(prompts, written, most, timing)
+        sums["prompt"] += sum(prompts)
+        sums["generation"] += sum(written)
+        sums["n"] += n
+        sums["max"] += most[0]
+        sums["inference"] += (timing.total_ms - timing.queue_ms) / 1e3
+        sums["preempted"] += timing.preemptions
+    found, fixed = samples(metrics), {"model_name": "story", "engine": "0"}
+    names = {
+        **{"prompt": "request_prompt_tokens", "generation": "request_generation_tokens"},
+        **{"n": "request_params_n", "max": "request_params_max_tokens"},
+        **{"inference": "request_inference_time_seconds", "preempted": "request_num_preemptions"},
+    }
+    for name, family in names.items():
+        assert value(found, f"vllm:{family}_sum", **fixed) == pytest.approx(sums[name])
+        assert value(found, f"vllm:{family}_count", **fixed) == 20
+    assert value(found, "vllm:num_preemptions_total", **fixed) == sums["preempted"]
 
 
 def test_vllms_counters_are_there_before_the_first_text():

@@ -110,18 +110,13 @@ def test_long_values_are_not_echoed_whole():
         ),
         (
             ChatRequest,
-            {"messages": [{"role": "x", "content": ""}]},
-            'messages[0].role: expected assistant or developer or system or tool or user, got "x"',
+            {"messages": [{"role": "", "content": ""}]},
+            'messages[0].role: expected str of length >= 1, got ""',
         ),
         (
             CompletionRequest,
             {"prompt": "", "logit_bias": {"7": 1, "8": 1000, "9": 1}},
             "logit_bias.8: expected float <= 100.0, got 1000",
-        ),
-        (
-            CompletionRequest,
-            {"prompt": "", "logit_bias": {"7": 1, "x": 1}},
-            'logit_bias: invalid key, expected int, got "x"',
         ),
     ],
 )

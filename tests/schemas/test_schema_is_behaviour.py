@@ -21,6 +21,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from recserve.config import ServerConfig
 from recserve.features.catalog.filters import MAX_VALUES, FilterError, ItemFilters
 from recserve.schemas import admin, encoding, events, inference, items, scoring, text
+from recserve.schemas.neutral import refused_fields
 from recserve.schemas.numbers import exact_number
 from recserve.server.app import create_app
 from recserve.server.binary_tensors import check_outputs, read_request
@@ -213,22 +214,26 @@ def test_filters_are_described(components):
 
 
 VALUES = (None, 0, 1, -1, 0.0, 1.0, 2, False, True, "", "none", "true", [], {}, ["text"])
-TEXT_BODIES = {
+BODIES = {
     text.CompletionRequest: {"prompt": "x"},
     text.ChatRequest: {"messages": [{"role": "user", "content": "x"}]},
+    scoring.RerankRequest: {"query": "x", "documents": ["y"]},
+    scoring.GenerativeScoringRequest: {"query": "x", "items": ["y"], "label_token_ids": [1]},
+    encoding.EmbeddingsRequest: {"input": "x"},
+    encoding.TokenizeRequest: {"prompt": "x"},
 }
 
 
-@pytest.mark.parametrize("kind", TEXT_BODIES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
 def test_a_neutral_value_has_its_own_type(components, kind):
     """Zero is not false: a field without support takes its neutral values alone."""
     rules = validator(components, kind)
-    names = text.REFUSED.keys() & set(kind.__struct_fields__)
-    for name, value, n in itertools.product(sorted(names), VALUES, ({}, {"n": None}, {"n": 2})):
-        body = {**TEXT_BODIES[kind], **n, name: value}
+    names = refused_fields(kind)
+    for name, value in itertools.product(sorted(names), VALUES):
+        body = {**BODIES[kind], name: value}
         assert rules.is_valid(body) == (refusal(kind, body) is None), body
     for name in ("use_beam_search", "store", "add_generation_prompt"):
         if name in names:
-            assert [refusal(kind, {**TEXT_BODIES[kind], name: v}) for v in (0, 1, "", [])] == [
-                f"{name}: {text.REFUSED[name][1]}"
+            assert [refusal(kind, {**BODIES[kind], name: v}) for v in (0, 1, "", [])] == [
+                f"{name}: {names[name][1]}"
             ] * 4

@@ -59,7 +59,7 @@ class ScriptedEngine:
     Attributes:
         hold: While set, no text continues after its first step.
         full: True makes every queue full.
-        failure: Exception that is raised in the third step.
+        failure: Exception that is raised in the step `failing_step`.
     """
 
     def __init__(self, script: Callable[[str, int], str], tokenizer: TextTokenizer) -> None:
@@ -68,6 +68,7 @@ class ScriptedEngine:
         self.hold = threading.Event()
         self.full = False
         self.failure: Exception | None = None
+        self.failing_step = 2
         self.requests: list[TextQuery] = []
         self.cancelled = 0
         self.alive = True
@@ -124,7 +125,7 @@ class ScriptedEngine:
                 return None
             if request.deadline_s is not None and time.monotonic() > request.deadline_s:
                 raise DeadlineExceeded("the deadline passed while the request ran")
-            if step == 2 and self.failure is not None:
+            if step == self.failing_step and self.failure is not None:
                 raise self.failure
             size = (1, 3, 2)[step % 3]
             part = tokens[start : start + size]

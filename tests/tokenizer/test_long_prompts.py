@@ -186,13 +186,15 @@ def test_a_text_that_cannot_fit_is_refused_unencoded(server, calls, name):
     route, body, param = REFUSED[name]
     answer = server.post(route, json=body)
     error = answer.json()["error"]
-    assert answer.status_code == 422
+    assert answer.status_code == 400
     assert (error["type"], error["code"], error["param"]) == (
         "invalid_request_error",
         "context_length_exceeded",
         param,
     )
-    assert error["message"].startswith(f"{param}: this model's context has {CONTEXT} tok")
+    assert error["message"].startswith(
+        f"{param}: This model's maximum context length is {CONTEXT} tok"
+    )
     assert calls() == 0
 
 
@@ -202,10 +204,10 @@ def test_a_document_that_cannot_fit_is_refused_unencoded(server, calls, monkeypa
     asked = {"query": "q", "documents": ["a", TOO_LONG]}
     answer = server.post("/v1/rerank", json=asked)
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (422, "context_length_exceeded")
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == "documents[1]"
     around = calls()
-    assert server.post("/v1/rerank", json={**asked, "documents": [TOO_LONG]}).status_code == 422
+    assert server.post("/v1/rerank", json={**asked, "documents": [TOO_LONG]}).status_code == 400
     assert calls() == 2 * around == 6  # "yes", "no" and what stands before a document
 
 
@@ -231,7 +233,7 @@ def test_the_longest_text_that_fits_is_answered(server, calls):
 def test_a_text_at_the_bound_is_encoded_to_know(server, calls):
     at_bound = "x" * (CONTEXT * BYTES_PER_TOKEN)
     answer = server.post("/v1/completions", json={"prompt": at_bound})
-    assert answer.status_code == 422
+    assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert f"prompt takes {len(at_bound)}" in answer.json()["error"]["message"]
     assert calls() == 1
@@ -245,7 +247,7 @@ def test_without_a_bound_a_long_text_is_encoded_and_refused_alike(tmp_path):
         answer = running.post("/v1/completions", json={"prompt": TOO_LONG})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (
-        422,
+        400,
         "context_length_exceeded",
         "prompt",
     )

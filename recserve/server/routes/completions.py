@@ -77,6 +77,8 @@ async def write_texts(
         seconds = time.monotonic() - trace.began_s
         metrics.texts_ended(reasons, seconds, timing_ms.queue / 1e3)
         clock.close()
+        if metrics.vllm_texts is not None and error is None:
+            work.describe(metrics.vllm_texts.observe)
         on_end(error, usage.completion_tokens)
 
     if body.stream:

@@ -88,7 +88,7 @@ class CompletionShape:
         """Builds a chunk."""
         choices = [
             structs.replace(
-                self._choice(p.index, p.text, p.tokens, p.finish_reason),
+                self._choice(p.index, p.text, p.tokens or None, p.finish_reason),
                 token_sources=token_sources(p) if self.sources else UNSET,
             )
             for p in pieces
@@ -99,10 +99,10 @@ class CompletionShape:
         self,
         index: int,
         text: str,
-        tokens: Sequence[WrittenToken],
+        tokens: Sequence[WrittenToken] | None,
         finish_reason: FinishReason | None,
     ) -> CompletionChoice:
-        logprobs = self._logprobs(tokens) if self.logprobs else None
+        logprobs = None if tokens is None or not self.logprobs else self._logprobs(tokens)
         return CompletionChoice(
             index=index, text=text, logprobs=logprobs, finish_reason=finish_reason
         )
@@ -165,7 +165,7 @@ class ChatShape:
                 index=piece.index,
                 delta=ChatDelta(
                     role="assistant" if piece.first else UNSET,
-                    content=piece.text if piece.text or not piece.ended else UNSET,
+                    content=piece.text,
                 ),
                 logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
                 finish_reason=piece.finish_reason,

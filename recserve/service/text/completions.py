@@ -166,4 +166,4 @@ def _empty_text() -> Future[Completion]:
 
 def _sources(body: TextRequest) -> bool:
     """Returns whether the chunks of a stream report the source of each token."""
-    return body.stream_options is not None and body.stream_options.include_token_sources
+    return bool(body.stream_options and body.stream_options.include_token_sources)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recserve.service.errors import UnknownModel
+from recserve.service.errors import ContextExceeded, UnknownModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.tokenizer.tokenizer import TextTokenizer
@@ -64,6 +64,22 @@ class TextModel:
         if name and name != self.name and name not in self.aliases:
             raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
 
+    def exceeded(self, param: str, taken: str) -> ContextExceeded:
+        """Returns the error of a request that does not fit the context.
+
+        litellm recognises it by the first clause, and LangChain by the code at the end.
+
+        Args:
+            param: Field that is too long.
+            taken: What the request takes, such as "prompt takes 600".
+        """
+        return ContextExceeded(
+            param,
+            f"This model's maximum context length is {self.context} tokens. However, {taken}. "
+            "Please reduce the length of the input prompt or of the text to write "
+            "(context_length_exceeded)",
+        )
+
     def list_entries(self) -> list[dict[str, Any]]:
         """Returns the model in OpenAI's form under each of its names, its own name first.
 
@@ -71,7 +87,10 @@ class TextModel:
         """
         common = {"max_model_len": self.context, "recserve": self.describe()}
         return [
-            {"id": name, "object": "model", "created": 0, "owned_by": "recserve", **common}
+            {
+                **{"id": name, "object": "model", "created": 0, "owned_by": "recserve"},
+                **{"root": self.name, "parent": None, **common},
+            }
             for name in (self.name, *self.aliases)
         ]
 

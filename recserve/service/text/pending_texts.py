@@ -8,11 +8,18 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from recserve.core.request import PromptScores
+from recserve.core.request import PromptScores, Timing
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import TimingMs
 from recserve.schemas.speculation import SpeculationMetrics
-from recserve.schemas.text import PromptDetails, TextMetrics, TextRequest, TextResponse, Usage
+from recserve.schemas.text import (
+    PromptDetails,
+    StreamOptions,
+    TextMetrics,
+    TextRequest,
+    TextResponse,
+    Usage,
+)
 from recserve.service.pending import Pending, Stopwatch
 from recserve.service.text.answers import Shape
 from recserve.service.text.prompts import TextPlan
@@ -62,9 +69,9 @@ class PendingTexts(Pending[TextResponse]):
         self.plan = plan
         self.streams = streams
         self.experiment: ExperimentLabel | UnsetType = UNSET
-        options = body.stream_options
-        self.include_usage = options is not None and options.include_usage
-        self._continuous_usage = options is not None and options.continuous_usage_stats
+        options = body.stream_options or StreamOptions()
+        self.include_usage = bool(options.include_usage)
+        self._continuous_usage = self.include_usage and bool(options.continuous_usage_stats)
         self._shape, self._head, self._watch = shape, head, watch
         self._add_scores = add_scores
         for future, stream in zip(texts, streams, strict=True):
@@ -101,6 +108,21 @@ class PendingTexts(Pending[TextResponse]):
         """Returns the fields of a whole response and of a stream's last chunk."""
         return {"metrics": self.metrics(), "experiment": self.experiment}
 
+    def describe(
+        self, take: Callable[[Sequence[int], Sequence[int], Sequence[int], Timing], None]
+    ) -> None:
+        """Passes on the tokens of each prompt and text, the most of each text, and the stages."""
+        take(
+            [len(prompt.tokens) for prompt in self.plan.prompts],
+            [stream.num_tokens for stream in self.streams],
+            [params.max_tokens for params in self.plan.params],
+            self._slowest(),
+        )
+
+    def _slowest(self) -> Timing:
+        """Returns the stages of the text that took longest."""
+        return max((s.timing for s in self.streams), key=lambda t: t.total_ms)
+
     def usage(self) -> Usage:
         """Returns the token counts of all texts."""
         written = sum(stream.num_tokens for stream in self.streams)
@@ -125,7 +147,7 @@ class PendingTexts(Pending[TextResponse]):
 
     def timing_ms(self) -> TimingMs:
         """Returns the stages of the text that took longest."""
-        return self._watch.read(max((s.timing for s in self.streams), key=lambda t: t.total_ms))
+        return self._watch.read(self._slowest())
 
     def sum_drafts(self) -> SpeculationCounts:
         """Returns the draft statistics, summed over the texts."""

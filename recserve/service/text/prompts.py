@@ -19,13 +19,14 @@ from recserve.schemas.chat_messages import ChatMessage, ToolCall
 from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered
 from recserve.schemas.text import (
     MAX_CHOICES,
+    MAX_NAMED,
     ChatRequest,
     CompletionRequest,
     SpeculationOptions,
     TemplateSetting,
     TextRequest,
 )
-from recserve.service.errors import ContextExceeded, UnfitRule
+from recserve.service.errors import UnfitRule
 from recserve.service.text.model import TextModel
 from recserve.speculation.drafters.registry import check_speculation, drafter_classes
 from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
@@ -220,7 +221,8 @@ def check_tokens(param: str, tokens: Sequence[int], model: TextModel) -> None:
         place = next(n for n, token in enumerate(tokens) if token >= model.vocab_size)
         raise InvalidRequest(
             f"{param}[{place}]",
-            f"expected a token id below {model.vocab_size}, got {tokens[place]}",
+            f"expected a token id below {model.vocab_size}, got {tokens[place]}, "
+            "which is out of vocabulary",
         )
 
 
@@ -228,10 +230,7 @@ def check_length(param: str, text: str, model: TextModel) -> None:
     """Raises ContextExceeded for a text that cannot fit the context, before it is encoded."""
     fewest = model.tokenizer.min_tokens(text)
     if fewest > model.context:
-        raise ContextExceeded(
-            param,
-            f"this model's context has {model.context} tokens; this text has at least {fewest}",
-        )
+        raise model.exceeded(param, f"this text takes at least {fewest}")
 
 
 def check_deadline(deadline_s: float | None) -> None:
@@ -273,9 +272,7 @@ def encode_text(
     else:
         check_tokens(param, given, model)
     if len(given) > model.context:
-        raise ContextExceeded(
-            param, f"this model's context has {model.context} tokens; this text {len(given)}"
-        )
+        raise model.exceeded(param, f"this text takes {len(given)}")
     return given
 
 
@@ -356,19 +353,18 @@ def _sampling(
     room = model.context - len(prompt.tokens)
     if room < (1 if max_tokens is None else max_tokens):
         limit = "" if max_tokens is None else f", max_tokens is {max_tokens}"
-        raise ContextExceeded(
+        raise model.exceeded(
             "max_tokens" if room >= 1 else prompt.param,
-            f"this model's context has {model.context} tokens; {prompt.param} takes "
-            f"{len(prompt.tokens)}{limit}",
+            f"{prompt.param} takes {len(prompt.tokens)}{limit}",
         )
     most = room if max_tokens is None else max_tokens
     if body.min_tokens > most:
         raise InvalidRequest("min_tokens", f"expected int <= {most}, got {body.min_tokens}")
-    bias, stops = body.logit_bias or {}, body.stop_token_ids or []
-    for token in bias:
-        if token >= model.vocab_size:
-            expected = f"expected a token id below {model.vocab_size}, got {token}"
-            raise InvalidRequest(f"logit_bias.{token}", expected)
+    bias, stops = body.biases(), body.stop_token_ids or []
+    if unknown := [token for token in bias if token >= model.vocab_size]:
+        names = ", ".join(map(str, unknown[:MAX_NAMED]))
+        expected = f"expected token ids below {model.vocab_size}, got {names}"
+        raise InvalidRequest(f"logit_bias.{unknown[0]}", expected)
     check_tokens("stop_token_ids", stops, model)
     temperature = _or(body.temperature, 1.0)
     if 0 < temperature < MIN_TEMPERATURE:

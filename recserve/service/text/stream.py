@@ -49,6 +49,7 @@ class Piece:
     Attributes:
         index: Number of the text in its request.
         text: New characters; may be empty while a character or a stop string is incomplete.
+            A piece has the tokens of one step, and the last one the finish reason too.
         num_tokens: Tokens of the text up to and including this piece.
         first: True for the first piece.
         tokens: New tokens, if log-probabilities are requested.
@@ -114,6 +115,9 @@ class TextStream:
         self._ended = threading.Event()
         self._failed: Exception | None = None
         self._last_accepted = False
+        # Of the newest commit, until a piece has it.
+        self._unsent = beginning
+        self._unsent_tokens: tuple[WrittenToken, ...] = ()
         # Characters of the tokens since the last piece, and whether a draft proposed the tokens.
         self._token_texts: list[str] = []
         self._token_accepted: list[bool] = []
@@ -125,7 +129,7 @@ class TextStream:
         self.counts = SpeculationCounts()
         self.timing = Timing()
         if beginning:
-            self._emit(beginning)
+            self._emit()
 
     @property
     def text(self) -> str:
@@ -159,9 +163,11 @@ class TextStream:
         self._token_accepted += [place < num_accepted for place in range(len(shown))]
         if shown:
             self._last_accepted = self._token_accepted[-1]
-        text = "".join(shown)
-        if text or written:
-            self._emit(text, tuple(written))
+        self._unsent += "".join(shown)
+        self._unsent_tokens += tuple(written)
+        ended = detokenizer.stopped or commit.finish_reason is not None
+        if shown and not ended:  # the last tokens go with the finish reason, in `_finish`
+            self._emit()
         return detokenizer.stopped
 
     def end(self, future: Future[Any]) -> None:
@@ -200,16 +206,13 @@ class TextStream:
         if rest:
             self._token_texts.append(rest)
             self._token_accepted.append(self._last_accepted)
-        self._emit(rest, finish_reason=self.finish_reason)
+        self._unsent += rest
+        self._emit(self.finish_reason)
 
-    def _emit(
-        self,
-        text: str,
-        tokens: tuple[WrittenToken, ...] = (),
-        finish_reason: FinishReason | None = None,
-    ) -> None:
-        first = not self._emitted
-        self._emitted = True
+    def _emit(self, finish_reason: FinishReason | None = None) -> None:
+        """Sends what no piece has yet."""
+        text, tokens, first = self._unsent, self._unsent_tokens, not self._emitted
+        self._unsent, self._unsent_tokens, self._emitted = "", (), True
         self._pieces.append(text)
         self.tokens += tokens
         if self._listener is not None:

@@ -30,7 +30,6 @@ from recserve.schemas.scoring import (
     RerankResult,
 )
 from recserve.schemas.text import PromptDetails, Usage
-from recserve.service.errors import ContextExceeded
 from recserve.service.pending import Pending
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.prompts import (
@@ -116,8 +115,10 @@ class TextScores:
                 usage=usage,
             )
 
+        # vLLM writes one token after each item, and counts it.
+        labels = tuple(body.label_token_ids)
         return self._begin(
-            ("query", "items"), query, items, tuple(body.label_token_ids), deadline_s, respond
+            ("query", "items"), query, items, labels, deadline_s, respond, len(body.items)
         )
 
     def begin_rerank(
@@ -136,7 +137,8 @@ class TextScores:
         body.check()
         texts = [d.text if isinstance(d, Document) else d for d in body.documents]
         question = self._question(body, deadline_s)
-        encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc
+        with_documents = version == "1" if body.return_documents is None else body.return_documents
+        encode, most = self.model.tokenizer.encode_literal, body.max_tokens_per_doc or None
         if most is None or most > self.model.context:  # otherwise cut to `most`
             for place, text in enumerate(texts):
                 check_length(f"documents[{place}]", text, self.model)
@@ -148,10 +150,10 @@ class TextScores:
 
         def respond(values: np.ndarray, usage: Usage) -> RerankResponse:
             scores = _softmax(values)[:, 0]
-            best = np.argsort(-scores, kind="stable")[: body.top_n]
+            best = np.argsort(-scores, kind="stable")[: body.top_n or None]
             results = [
                 RerankResult(index=place, relevance_score=float(scores[place]))
-                if not body.return_documents
+                if not with_documents
                 else RerankResult(
                     index=place,
                     relevance_score=float(scores[place]),
@@ -184,6 +186,7 @@ class TextScores:
         labels: tuple[int, ...],
         deadline_s: float | None,
         respond: Callable[[np.ndarray, Usage], A],
+        counted: int = 0,
     ) -> Pending[A]:
         """Submits one engine request per group of branches.
 
@@ -198,15 +201,15 @@ class TextScores:
             labels: K tokens to score after each branch.
             deadline_s: time.monotonic() value after which the scores are useless; None means never.
             respond: Makes the response from log-probabilities [M, K] and the usage.
+            counted: Tokens that the usage counts as written.
         """
         branches: list[list[int]] = []
         for place, branch in enumerate(encoded):
             above, below = params[0], f"{params[1]}[{place}]"
             if len(query) + len(branch) > self.model.context:
-                raise ContextExceeded(
+                raise self.model.exceeded(
                     above if len(query) > len(branch) else below,  # the longer one
-                    f"this model's context has {self.model.context} tokens; {above} takes "
-                    f"{len(query)} and {below} {len(branch)}",
+                    f"{above} takes {len(query)} and {below} {len(branch)}",
                 )
             branches.append(branch)
         places: dict[tuple[int, ...], int] = {}
@@ -223,8 +226,8 @@ class TextScores:
         def finish(results: list[Scores]) -> A:
             usage = Usage(
                 prompt_tokens=num_tokens,
-                completion_tokens=0,
-                total_tokens=num_tokens,
+                completion_tokens=counted,
+                total_tokens=num_tokens + counted,
                 prompt_tokens_details=PromptDetails(results[0].timing.prefix_cached),
             )
             values = np.concatenate([r.values for r in results]).astype(np.float64)

@@ -111,7 +111,7 @@ def test_a_chat_grows_turn_by_turn(page):
 
 
 def test_an_error_shows_the_servers_message(page, client):
-    page.expected = ("422", "500")
+    page.expected = ("400", "500")
     page.open(f"{page.home}#text?nodes=5000&drafter=ngram")
     page.until("document.getElementById('error').textContent.includes('speculation.num_tokens')")
     engine = client.app.state.lifecycle.service.engine

@@ -19,7 +19,7 @@ GENERATOR = "openapi-python-client==0.29.1"
 ASK = """
 import sys
 from generated import Client
-from generated.api.default import infer, recommend
+from generated.api.recommend_and_rank import infer, recommend
 from generated.models import Diversity, InferRequest, InferTensor, RecommendRequest, UserRef
 
 client = Client(base_url=sys.argv[1])

@@ -116,7 +116,11 @@ def test_rerank(server, network, path):
     said = [r["relevance_score"] for r in answer["results"]]
     np.testing.assert_allclose(said, [scores[n] for n in order], rtol=1e-3)
     assert answer["id"] == "r1" and answer["meta"]["api_version"]["version"] == path[2]
-    assert all(set(r) == {"index", "relevance_score"} for r in answer["results"])
+    shown = {"document"} if path == "/v1/rerank" else set()  # as Jina and vLLM, as Cohere
+    assert all(set(r) == {"index", "relevance_score"} | shown for r in answer["results"])
+    plain = {"top_n": 0, "max_tokens_per_doc": 0, "return_documents": not shown}
+    other = server.post(path, json={**body, **plain}).json()["results"]
+    assert [r["index"] for r in other] == order and ("document" in other[0]) == (not shown)
     best = server.post(path, json={**body, "top_n": 2, "return_documents": True}).json()
     assert [r["index"] for r in best["results"]] == order[:2]
     first = DOCUMENTS[order[0]]
@@ -150,7 +154,7 @@ def test_an_instruction_and_a_cut_change_the_scores(server):
     assert other["results"][0]["relevance_score"] != plain
     cut = server.post("/v1/rerank", json={**body, "max_tokens_per_doc": 3}).json()
     short = server.post("/v1/rerank", json={**body, "documents": ["red"]}).json()
-    assert cut["results"] == short["results"]
+    assert cut["results"][0]["relevance_score"] == short["results"][0]["relevance_score"]
 
 
 def test_a_document_cannot_end_its_turn(server, network):
@@ -168,40 +172,40 @@ def test_a_document_cannot_end_its_turn(server, network):
 @pytest.mark.parametrize(
     "path, body, status, param",
     [
-        ("/v1/rerank", {"query": "", "documents": ["a"]}, 422, "query"),
-        ("/v1/rerank", {"query": "q", "documents": []}, 422, "documents"),
-        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}, 422, "top_n"),
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, 400, "query"),
+        ("/v1/rerank", {"query": "q", "documents": []}, 400, "documents"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": -1}, 400, "top_n"),
         ("/v1/rerank", {"query": "q", "documents": ["a"], "model": "other"}, 404, None),
-        ("/v1/rerank", {"query": "q", "documents": ["a", "b" * 900]}, 422, "documents[1]"),
+        ("/v1/rerank", {"query": "q", "documents": ["a", "b" * 900]}, 400, "documents[1]"),
         (
             "/v2/rerank",
             {"query": "q", "documents": ["a"], "rank_fields": ["t"]},
-            422,
+            400,
             "rank_fields",
         ),
         (
             "/v1/rerank",
             {"query": text_scores.DOCUMENT_PLACEHOLDER, "documents": ["a"]},
-            422,
+            400,
             "query",
         ),
-        ("/generative_scoring", {"query": "q", "items": ["a"]}, 422, "label_token_ids"),
+        ("/generative_scoring", {"query": "q", "items": ["a"]}, 400, "label_token_ids"),
         (
             "/generative_scoring",
             {"query": "q", "items": ["a"], "label_token_ids": [VOCABULARY]},
-            422,
+            400,
             "label_token_ids[0]",
         ),
         (
             "/generative_scoring",
             {"query": "q", "items": ["a", ""], "label_token_ids": [1]},
-            422,
+            400,
             "items[1]",
         ),
         (
             "/generative_scoring",
             {"query": "q", "items": ["a"], "label_token_ids": [1], "item_first": True},
-            422,
+            400,
             "item_first",
         ),
     ],
@@ -223,9 +227,9 @@ def test_no_body_is_an_internal_error(server, path):
     for _ in range(50):
         body = {**good, rng.choice([*good, "model", "timeout_ms"]): rng.choice(values)}
         answer = server.post(path, json=body)
-        assert answer.status_code in (200, 404, 422, 504), (answer.text, body)
+        assert answer.status_code in (200, 404, 400, 504), (answer.text, body)
         statuses.add(answer.status_code)
-    assert {200, 422} <= statuses
+    assert {200, 400} <= statuses
 
 
 TOO_LONG = "x" * (POSITIONS + 1)
