@@ -255,7 +255,7 @@ def train(
         long_items=16,
         recent_items=8,
         block=4,
-        batch_prefixes=16,
+        batch_roots=16,
         validation_users=60,
         schedule=Schedule(2, 4e-3, weight_decay=0.1, averaging=0.9),
     )
