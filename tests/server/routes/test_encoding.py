@@ -295,7 +295,7 @@ def test_rerank_has_the_third_name_of_vllm(server):
             "unsupported",
             "messages[0].refusal",
         ),
-        ({"role": "function", "content": "a"}, "out_of_range", "messages[0].role"),
+        ({"role": "", "content": "a"}, "out_of_range", "messages[0].role"),
     ],
 )
 def test_a_turn_that_no_template_can_write_is_refused(server, turn, code, param):
