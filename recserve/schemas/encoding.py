@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from recserve.schemas.chat_messages import ChatMessage
 from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct
@@ -73,7 +73,7 @@ class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
         add_special_tokens: Add the tokeniser's special tokens; None adds them to a text only.
         add_generation_prompt: End a chat's prompt with the start of the assistant's turn.
         chat_template_kwargs: Further variables for the chat template.
-        return_token_strs: Add the text of each token.
+        return_token_strs: Add the tokens as the vocabulary spells them, as in vLLM.
     """
 
     prompt: str | None = None
@@ -106,7 +106,7 @@ class TokenizeResponse(Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    token_strs: list[str] | None = None
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
@@ -114,10 +114,12 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
 
     Attributes:
         model_max_length: Size of the model's context in tokens.
+        tokenizer_class: The class of transformers that the folder names.
         chat_template: Jinja source; None without a template.
     """
 
     model_max_length: int
+    tokenizer_class: str
     bos_token: str | None = None
     eos_token: str | None = None
     unk_token: str | None = None

@@ -289,7 +289,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None | UnsetType = UNSET
     token_sources: list[TokenSource] | UnsetType = UNSET
 
 

@@ -53,6 +53,7 @@ class TextTokenizer:
         max_bytes_per_token: Most UTF-8 bytes of text that one token covers, or None without a
             bound.
         special: Special tokens of the model by name, such as `eos_token`.
+        class_name: The class of transformers that tokenizer_config.json names.
     """
 
     tokenizer: Tokenizer
@@ -63,6 +64,7 @@ class TextTokenizer:
     template: ChatTemplate | None
     max_bytes_per_token: int | None = None
     special: Mapping[str, str] = field(default_factory=dict)
+    class_name: str = "PreTrainedTokenizerFast"
 
     @staticmethod
     def open(folder: Path, chat_template: Path | None = None) -> TextTokenizer:
@@ -111,7 +113,12 @@ class TextTokenizer:
             _template(folder, files.config, files.names, chat_template),
             max_bytes_per_token(fields, added.values(), vocabulary, every.texts),
             files.names,
+            str(files.config.get("tokenizer_class") or TextTokenizer.class_name),
         )
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """Returns each token as the vocabulary spells it, such as `Ġis`; "" for an unknown id."""
+        return [self.tokenizer.id_to_token(token) or "" for token in tokens]
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Returns the token ids of a text.

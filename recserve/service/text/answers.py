@@ -78,7 +78,7 @@ class CompletionShape:
         choices = [
             structs.replace(
                 self._choice(s.index, s.text, [*s.prompt, *s.tokens], s.finish_reason),
-                prompt_logprobs=s.prompt_logprobs,
+                prompt_logprobs=s.prompt_logprobs or None,
             )
             for s in streams
         ]

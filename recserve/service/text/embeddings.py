@@ -33,7 +33,6 @@ from recserve.service.text.prompts import (
     encode_text,
     name_texts,
 )
-from recserve.tokenizer.token_bytes import shown, spelled
 
 # Tokens that /tokenize and /detokenize convert in one request, unless the context is longer.
 MAX_CONVERTED = 1 << 16
@@ -107,16 +106,11 @@ class Embeddings:
         check_deadline(deadline_s)
         tokens = self.model.tokenizer.encode(text, special)
         self._check_count(param, len(tokens))
-        found = TokenizeResponse(count=len(tokens), max_model_len=self.model.context, tokens=tokens)
-        if not body.return_token_strs:
-            return found
-        table = self.model.tokenizer.all_bytes
-        strings = [shown(spelled(table, token)) for token in tokens]
         return TokenizeResponse(
             count=len(tokens),
             max_model_len=self.model.context,
             tokens=tokens,
-            token_strs=strings,
+            token_strs=self.model.tokenizer.names(tokens) if body.return_token_strs else None,
         )
 
     def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
@@ -134,6 +128,7 @@ class Embeddings:
         template = tokenizer.template
         return TokenizerInfo(
             model_max_length=self.model.context,
+            tokenizer_class=tokenizer.class_name,
             chat_template=None if template is None else template.source,
             **names,
         )
