@@ -1,9 +1,10 @@
 """What every answer says of itself: versions, times, and a signed attribution token.
 
 The token links a later click to the answer that caused it, without any memory of answers. It names
-the items that the answer shows by marks of three bytes: 23 bits of a keyed hash of the id, and the
+the items that the answer shows by marks of three bytes: 23 bits of the checksum of the id, and the
 item's team in an interleaved slate. So of a million items that a slate of 10 does not show, about
-one has a mark of the slate. A token grows by 4 characters per item, up to MAX_SHOWN items.
+one has a mark of the slate. A token grows by 4 characters per item, up to MAX_SHOWN items. The
+signature of the token protects the marks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import base64
 import binascii
 import hashlib
 import hmac
+import operator
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from recserve.core.request import Timing
 from recserve.service.pending import ItemCall
@@ -27,8 +31,13 @@ from recserve.service.pending import ItemCall
 MAC_BYTES = 16
 USER_BYTES = 12
 MARK_BYTES = 3
+TEAMLESS = np.uint32(0xFFFFFE)  # the bits of a mark, but for that of the team
 MAX_SHOWN = 1000  # the most items of a slate; a ranking may have more, and its token the best ones
 MAX_TOKEN = 8192  # characters
+
+
+ITEM_ID = operator.attrgetter("item_id")
+_BYTES = operator.methodcaller("encode", "utf-8", "surrogatepass")
 
 
 class Attribution(msgspec.Struct, frozen=True, array_like=True):
@@ -77,8 +86,6 @@ class Signer:
         self.key = key
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Attribution)
-        hash_key = key[: hashlib.blake2b.MAX_KEY_SIZE]
-        self._marks = hashlib.blake2b(key=hash_key, digest_size=MARK_BYTES, person=b"shown")
 
     def token(
         self,
@@ -98,7 +105,7 @@ class Signer:
             item_ids: The items that the answer shows, best first.
         """
         user = "" if user_id is None else self.user(user_id)
-        shown = b"".join(map(self._mark, islice(item_ids, MAX_SHOWN)))
+        shown = _marks(islice(item_ids, MAX_SHOWN))
         return self._sign(
             Attribution(
                 request_id, user, model_version, catalog_version, int(time.time()), shown=shown
@@ -121,7 +128,8 @@ class Signer:
         """
         said = msgspec.structs.replace(self.read(token), experiment=experiment, arm=arm)
         if teams:
-            shown = b"".join(self._mark(*one) for one in teams[:MAX_SHOWN])
+            items, numbers = zip(*teams[:MAX_SHOWN], strict=True)
+            shown = _marks(items, numbers)
             said = msgspec.structs.replace(said, shown=shown, interleaved=True)
         return self._sign(said)
 
@@ -132,7 +140,7 @@ class Signer:
             BadToken: If the answer did not show the item.
         """
         for team in (0, 1) if said.interleaved else (0,):
-            mark = self._mark(item_id, team)
+            mark = _marks((item_id,), (team,))
             place = said.shown.find(mark)
             while place % MARK_BYTES and place >= 0:  # it lies across two marks
                 place = said.shown.find(mark, place + 1)
@@ -160,12 +168,6 @@ class Signer:
         key = self.key[: hashlib.blake2s.MAX_KEY_SIZE]
         digest = hashlib.blake2s(user_id.encode(), key=key, digest_size=USER_BYTES, person=b"user")
         return base64.urlsafe_b64encode(digest.digest()).decode()
-
-    def _mark(self, item_id: str, team: int = 0) -> bytes:
-        marks = self._marks.copy()
-        marks.update(item_id.encode("utf-8", "surrogatepass"))
-        digest = marks.digest()
-        return digest[:-1] + bytes([digest[-1] & 0xFE | team])
 
     def _sign(self, said: Attribution) -> str:
         payload = self._encoder.encode(said)
@@ -216,6 +218,14 @@ class Envelope:
             ),
             "timing_ms": call.watch.read(timing),
         }
+
+
+def _marks(item_ids: Iterable[str], teams: Sequence[int] | None = None) -> bytes:
+    """Returns the marks of items one after another. It calls no Python function per item."""
+    codes = np.fromiter(map(zlib.crc32, map(_BYTES, item_ids)), "<u4") & TEAMLESS
+    if teams is not None:
+        codes |= np.array(teams, "<u4")
+    return codes.view(np.uint8).reshape(-1, 4)[:, :MARK_BYTES].tobytes()
 
 
 def _pack(raw: bytes) -> str:

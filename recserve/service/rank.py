@@ -19,7 +19,7 @@ from recserve.schemas.items import (
     RankResponse,
     not_offered,
 )
-from recserve.service.attribution import Envelope
+from recserve.service.attribution import ITEM_ID, Envelope
 from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EPOCH, MICROSECOND, History
@@ -137,7 +137,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
                 strategy=name,
                 exact=True,
                 rounds=len(results),
-                **self._envelope.fields(call, degraded, timing, (item.item_id for item in items)),
+                **self._envelope.fields(call, degraded, timing, map(ITEM_ID, items)),
             )
 
         return Prepared(queries, finish)

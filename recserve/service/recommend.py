@@ -27,7 +27,7 @@ from recserve.schemas.items import (
     not_offered,
 )
 from recserve.search.strategy import strategy_classes
-from recserve.service.attribution import Envelope
+from recserve.service.attribution import ITEM_ID, Envelope
 from recserve.service.auto_strategy import (
     AUTO,
     BEAM,
@@ -317,7 +317,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 builder.call,
                 degraded,
                 None if slate is None else slate.timing,
-                (item.item_id for item in items),
+                map(ITEM_ID, items),
             ),
         )
 
