@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ class FairThreads:
     A thread that becomes free takes the oldest call of the client with the fewest running calls,
     and of several such clients that of the one served longest ago. A client may use a share of the
     threads that other clients leave, and a share of the places in the line of waiting calls. A call
-    of a client that has none therefore starts at once, or after one call of another client.
+    of a client that has none therefore starts at once, or after one call of each other client.
 
     A client is that of `recserve.core.client`.
 
@@ -52,8 +52,10 @@ class FairThreads:
     ) -> None:
         self.num_threads, self.share = num_threads, share
         self.line = Places(capacity, share, "a thread that prepares them")
-        self._pool = ThreadPoolExecutor(num_threads, name)
-        self._lock = threading.Lock()
+        self._name = name
+        self._changed = threading.Condition()
+        self._num_started = self._num_idle = 0  # threads
+        self._closed = False
         # The client that was served longest ago comes first.
         self._waiting: dict[bytes, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._running: dict[bytes, int] = {}
@@ -67,33 +69,54 @@ class FairThreads:
         """
         client, future = current_client(), Future[A]()
         call = partial(contextvars.copy_context().run, function)
-        with self._lock:
+        with self._changed:
+            if self._closed:
+                raise RuntimeError(CLOSING)
             self.line.check(client, 1)
-            self._pool.submit(self._serve)
             self.line.take(client)
             self._waiting.setdefault(client, deque()).append((future, call))
+            self._wake()
         return future
 
     def shutdown(self) -> None:
         """Takes no more calls and cancels those that wait. Threads end with the calls they have."""
-        with self._lock:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
             waiting = [future for calls in self._waiting.values() for future, _ in calls]
             self._waiting.clear()
         for future in waiting:
             future.cancel()
 
+    def _wake(self) -> None:
+        """Lets an idle or a new thread look for a call, if one may start.
+
+        A thread that takes a call does the same, so that no call waits while one may start.
+        """
+        if self._choose() is None:
+            return
+        if self._num_idle:
+            self._changed.notify()
+        elif self._num_started < self.num_threads:
+            self._num_started += 1
+            name = f"{self._name}_{self._num_started}"
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+
     def _serve(self) -> None:
-        """Runs calls until none may start. A call that may not is left to a later end of one."""
+        """Runs calls until the pool is closed."""
         client: bytes | None = None
         while True:
-            with self._lock:
+            with self._changed:
                 if client is not None:
                     self._leave(client)
-                client = self._choose()
-                if client is None:
-                    return
+                while (client := self._choose()) is None:
+                    if self._closed:
+                        return
+                    self._num_idle += 1
+                    self._changed.wait()
+                    self._num_idle -= 1
                 future, call = self._take(client)
+                self._wake()
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
@@ -104,6 +127,8 @@ class FairThreads:
     def _choose(self) -> bytes | None:
         """Returns the client whose oldest call starts next; None if no call may start."""
         free = self.num_threads - sum(self._running.values())
+        if not free:
+            return None
         best: bytes | None = None
         fewest = self.num_threads
         for client in self._waiting:
