@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from recserve.batch.together import together
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.schemas.items import Exclude, ItemsRequest, RecommendRequest, RollbackRequest
+from recserve.schemas.items import Exclusions, ItemsRequest, RecommendRequest, RollbackRequest
 from recserve.service import Service, ServiceOptions
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import train_recommender
@@ -94,7 +94,7 @@ def found(service: Service, cases: list[list[str]], cold: set[str], way: Way) ->
             beam_width=BEAM,
             strategy=way.strategy,
             dense_weight=way.dense_weight,
-            exclude=Exclude(seen=False),
+            exclude=Exclusions(seen=False),
         )
         for case in cases
     ]

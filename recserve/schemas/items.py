@@ -118,7 +118,7 @@ class UserRef(StrictStruct, frozen=True, kw_only=True):
     id: Id
 
 
-class Exclude(StrictStruct, frozen=True, kw_only=True):
+class Exclusions(StrictStruct, frozen=True, kw_only=True):
     """Items that the response must not contain.
 
     Attributes:
@@ -183,7 +183,7 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     strategy: Name = "auto"
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
     dense_weight: Annotated[float, Meta(ge=0, le=100)] | None = None
-    exclude: Exclude = msgspec.field(default_factory=Exclude)
+    exclude: Exclusions = msgspec.field(default_factory=Exclusions)
     filter: dict[str, Any] | None = None
     outcome: Mix | None = None
     diversity: Diversity | None = None

@@ -86,7 +86,7 @@ RULES: dict[str, Sequence[Schema]] = {
     ),
     "RankRequest": (lacks("user", "history"),),
     "Quota": (lacks("new_within_s", "filter"),),
-    "Exclude": (has(seen_within_s=GIVEN, seen={"const": False}),),
+    "Exclusions": (has(seen_within_s=GIVEN, seen={"const": False}),),
     "EventInput": (lacks("item_id", "correction"),),
     "CompletionRequest": (
         STREAM_OPTIONS,

@@ -3,8 +3,9 @@
 import pytest
 
 from recserve.batch.lines import NoAnswer, error_body
+from recserve.schemas.api import Api
 from recserve.schemas.items import InvalidRequest
-from recserve.server.errors import TABLE, error_answer
+from recserve.server.errors import error_answer, row_of
 from recserve.service.errors import REFUSALS
 
 
@@ -15,7 +16,7 @@ def test_a_line_is_refused_with_the_code_of_its_route(kind):
         made = one("field", "why") if issubclass(kind, InvalidRequest) else one("why")
         status, body = error_body(made)
         route = error_answer(made).error
-        assert status == TABLE[kind].status
+        assert status == row_of(made, Api.complete).status
         error = body.error
         assert (error.code, error.type, error.param) == (route.code, route.type, route.param)
 

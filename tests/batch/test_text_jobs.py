@@ -209,7 +209,7 @@ def test_prompts_of_parquet_become_completions(service, tmp_path):
 
 
 def test_conversations_of_parquet_become_answers(service, tmp_path):
-    turns = [[{"role": "user", "content": "Hello"}], [{"role": "nobody", "content": "x"}]]
+    turns = [[{"role": "user", "content": "Hello"}], [{"role": "", "content": "x"}]]
     pq.write_table(pa.table({"messages": turns, "max_tokens": [3, 3]}), tmp_path / "in.parquet")
     report = prompts(service, tmp_path / "in.parquet", tmp_path / "out")
     assert (report.rows, report.errors) == (1, 1)

@@ -26,7 +26,7 @@ RECOMMEND = items.RecommendRequest(
     strategy="beam",
     beam_width=10,
     dense_weight=0.5,
-    exclude=items.Exclude(item_ids=["y"], seen=True, seen_within_s=60.0),
+    exclude=items.Exclusions(item_ids=["y"], seen=True, seen_within_s=60.0),
     filter={"eq": ["category", "Care"]},
     outcome={"click": 1.0},
     diversity=items.Diversity(category=2, prefix=(0, 2)),

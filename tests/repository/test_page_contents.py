@@ -249,7 +249,7 @@ def test_the_errors_of_the_page_are_those_of_the_server():
 BODIES = {
     "http.md": (
         items.RecommendRequest,
-        items.Exclude,
+        items.Exclusions,
         items.Diversity,
         items.RankRequest,
         items.Candidate,

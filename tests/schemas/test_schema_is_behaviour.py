@@ -43,6 +43,7 @@ class AnyTokenizer:
 
     decode = staticmethod(lambda _: "x")
     min_tokens = staticmethod(lambda _: 1)
+    spelling = SimpleNamespace(num_open=lambda _: 0)
 
 
 CPU = torch.device("cpu")
@@ -54,8 +55,11 @@ class AnyName(TextModel):
     def check_name(self, name: str | None) -> None:
         return None
 
+    def exceeded(self, *_: object) -> Exception:
+        return OfServer()
 
-MODEL = AnyName("a", AnyTokenizer, 2**31 + 1, (), 2**40, 1, CPU, {"none": NoDrafter()})
+
+MODEL = AnyName("a", AnyTokenizer, 2**31 + 1, (), 2**31, 1, CPU, {"none": NoDrafter()})
 
 
 class OfServer(Exception):

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from recserve.core.plugins import PluginError
-from recserve.schemas.items import Exclude, InvalidRequest, RecommendRequest
+from recserve.schemas.items import Exclusions, InvalidRequest, RecommendRequest
 from recserve.search.strategy import strategy_classes
 from recserve.service import Service
 from tests.support.tiny_bundle import shared_bundle
@@ -70,7 +70,7 @@ def test_an_installed_strategy_is_served(installed, tmp_path):
         answer = service.recommend(RecommendRequest(**body))
         assert answer.strategy == "first_items" and not answer.exact
         assert [item.item_id for item in answer.items] == list(ids[3:7])
-        body["exclude"] = Exclude(item_ids=[ids[4]], seen=False)
+        body["exclude"] = Exclusions(item_ids=[ids[4]], seen=False)
         filtered = service.recommend(RecommendRequest(**body))
         assert [item.item_id for item in filtered.items] == [ids[0], ids[1], ids[2], ids[3]]
         assert service.recommend(RecommendRequest(history=list(ids[:3]))).strategy != "first_items"

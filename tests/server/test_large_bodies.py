@@ -5,7 +5,7 @@ import pytest
 from recserve.schemas.items import (
     Candidate,
     Diversity,
-    Exclude,
+    Exclusions,
     Quota,
     RankBatchRequest,
     RankRequest,
@@ -42,7 +42,7 @@ def ranking(candidates: int, history: int | None = None) -> RankRequest:
         (RecommendRequest(user=USER, diversity=NEW), True),
         (RecommendRequest(history=ids(MOST_IDS)), False),
         (RecommendRequest(history=ids(MOST_IDS + 1)), True),
-        (RecommendRequest(history=ids(300), exclude=Exclude(item_ids=ids(300))), True),
+        (RecommendRequest(history=ids(300), exclude=Exclusions(item_ids=ids(300))), True),
         (ranking(MOST_IDS), False),
         (ranking(MOST_IDS + 1), True),
         (ranking(300, history=300), True),

@@ -113,7 +113,7 @@ def test_a_file_that_is_changed_and_restored_is_refused(bundles, monkeypatch):
 def test_events_that_change_before_their_import_do_not_reach_the_store(bundles, monkeypatch):
     path = bundles / "one" / "events.parquet"
     with monkeypatch.context() as patch:
-        change_at(patch, Bundle, "events", lambda: write(path, path.read_bytes()))
+        change_at(patch, Bundle, "all_events", lambda: write(path, path.read_bytes()))
         with pytest.raises(BundleError, match=r"one/events.parquet: has changed"):
             open_service(bundles)
     store = open_store(f"lmdb:{bundles}/.history", StoreOptions())

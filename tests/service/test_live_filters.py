@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.allowed import AllowedItems
 from recserve.kernels.trie.trie import build_trie
-from recserve.schemas.items import Exclude, RecommendRequest, RollbackRequest
+from recserve.schemas.items import Exclusions, RecommendRequest, RollbackRequest
 from recserve.service import live_catalog as live_catalog_module
 from recserve.service.snapshot import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.live_catalogues import base_of, item_like, put, slate
@@ -50,7 +50,7 @@ def assert_filtered(service):
         fields = {"filter": tree, "dense_weight": 0.5}
         both = slate(service, **fields)
         fewer = service.recommend(
-            _body(service, exclude=Exclude(seen=False, item_ids=without), **fields)
+            _body(service, exclude=Exclusions(seen=False, item_ids=without), **fields)
         )
         expected = {i.item_id for i in both.items} - set(without)
         assert {i.item_id for i in fewer.items} == expected

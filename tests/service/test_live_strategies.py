@@ -15,7 +15,7 @@ from recserve.models.dense_retriever import item_vectors
 from recserve.models.recommender import load_recommender, save_recommender
 from recserve.schemas.items import (
     Diversity,
-    Exclude,
+    Exclusions,
     ItemsRequest,
     RecommendRequest,
     RollbackRequest,
@@ -69,7 +69,7 @@ def test_new_items_come_and_hidden_ones_go(service, strategy):
             history=list(ids[:4]),
             k=min(count + 3, 1000),
             strategy=strategy,
-            exclude=Exclude(seen=False),
+            exclude=Exclusions(seen=False),
         )
         answer = service.recommend(body)
         assert answer.strategy == strategy
@@ -95,7 +95,7 @@ def test_diversity_counts_what_items_say_now(service):
         body = RecommendRequest(
             history=list(ids[:4]),
             k=20,
-            exclude=Exclude(seen=False),
+            exclude=Exclusions(seen=False),
             diversity=Diversity(**diversity),
         )
         return [item.item_id for item in service.recommend(body).items if item.source == "model"]
@@ -142,7 +142,7 @@ class Exhaustive:
 def dense_slate(service, k: int) -> dict[str, float]:
     ids = service.catalog.current.catalog.items.ids
     body = RecommendRequest(
-        history=list(ids[200:204]), k=k, strategy="dense", exclude=Exclude(seen=False)
+        history=list(ids[200:204]), k=k, strategy="dense", exclude=Exclusions(seen=False)
     )
     answer = service.recommend(body)
     return {item.item_id: item.score for item in answer.items if item.source == "model"}
@@ -264,7 +264,9 @@ def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
     """Two readers ask for the whole catalogue while items change and every change is folded."""
     monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
     ids = list(service.catalog.current.catalog.items.ids)
-    body = RecommendRequest(history=ids[:4], k=1000, strategy="dense", exclude=Exclude(seen=False))
+    body = RecommendRequest(
+        history=ids[:4], k=1000, strategy="dense", exclude=Exclusions(seen=False)
+    )
     done, seen = threading.Event(), []
 
     def read():
@@ -332,7 +334,7 @@ def test_the_model_fills_a_capped_slate(service, strategy):
     codes = service.catalog.current.catalog.semantic_ids.codes
     for level, k in ((0, 8), (0, 40), (1, 30)):
         body = RecommendRequest(
-            history=ids[:4], k=k, beam_width=k, strategy=strategy, exclude=Exclude(seen=False),
+            history=ids[:4], k=k, beam_width=k, strategy=strategy, exclude=Exclusions(seen=False),
             diversity=Diversity(prefix=(level, 1)),
         )  # fmt: skip
         items = [i for i in service.recommend(body).items if i.source == "model"]

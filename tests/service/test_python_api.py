@@ -8,7 +8,7 @@ import pytest
 import recserve
 from recserve import (
     Candidate,
-    Exclude,
+    Exclusions,
     InvalidRequest,
     RankRequest,
     RecommendRequest,
@@ -39,7 +39,7 @@ def ids(answer):
 
 def test_plain_values_equal_objects(service, samples):
     user, items = samples["users"][0], samples["items"]
-    exclude = Exclude(item_ids=items[:1])
+    exclude = Exclusions(item_ids=items[:1])
     wanted = ids(service.recommend(RecommendRequest(user=UserRef(id=user), k=5, exclude=exclude)))
     plain = {"k": 5, "exclude": {"item_ids": items[:1]}}
     for body in (

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recserve.bundle.building import BuildOptions, build_bundle
-from recserve.schemas.items import Diversity, Exclude, ItemsRequest, RecommendRequest
+from recserve.schemas.items import Diversity, Exclusions, ItemsRequest, RecommendRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.scripts import FORMS, TITLES, in_form
 
@@ -69,7 +69,11 @@ def built(request, tmp_path_factory):
 def slate(service, **fields):
     """Returns the ids of the most popular items, and the hints about the filter."""
     body = RecommendRequest(
-        history=["i0"], k=len(ITEMS) + 1, strategy="popular", exclude=Exclude(seen=False), **fields
+        history=["i0"],
+        k=len(ITEMS) + 1,
+        strategy="popular",
+        exclude=Exclusions(seen=False),
+        **fields,
     )
     answer = service.recommend(body)
     return [item.item_id for item in answer.items], answer.filter_hints or []

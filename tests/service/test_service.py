@@ -14,7 +14,7 @@ from recserve.core.futures import wait_all
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,
-    Exclude,
+    Exclusions,
     InvalidRequest,
     RankBatchRequest,
     RankRequest,
@@ -80,7 +80,7 @@ def test_slate_has_k_unseen_items_best_first(service, user):
 
 
 def test_seen_items_come_back_on_request(service, user):
-    kept = recommend(service, user, k=500, beam_width=500, exclude=Exclude(seen=False))
+    kept = recommend(service, user, k=500, beam_width=500, exclude=Exclusions(seen=False))
     seen = set(seen_items(service, user))
     assert seen <= {item.item_id for item in kept.items}
     left_out = recommend(service, user, k=500, beam_width=500)
@@ -95,7 +95,7 @@ def test_what_was_seen_long_ago_may_come_back(service, user, ids):
         service.add_events(view("window", item, timestamp=moment))
 
     def left_out(user, days, **fields):
-        exclude = Exclude(seen_within_s=days * 86_400)
+        exclude = Exclusions(seen_within_s=days * 86_400)
         answer = recommend(service, user, k=500, beam_width=500, exclude=exclude, **fields)
         return set(ids) - {i.item_id for i in answer.items}, answer.degraded
 
@@ -136,7 +136,7 @@ def test_nezha_answers_by_its_own_scores_and_says_so(service, user):
 
 def test_excluded_and_filtered_items_stay_away(service, user, ids):
     first = [i.item_id for i in recommend(service, user, k=5).items]
-    answer = recommend(service, user, k=5, exclude=Exclude(item_ids=[*first, "nothing"]))
+    answer = recommend(service, user, k=5, exclude=Exclusions(item_ids=[*first, "nothing"]))
     assert not set(first) & {i.item_id for i in answer.items}
     assert answer.degraded == ["unknown_excluded_items"]
     category = service.item(ids[0]).categories[0]
@@ -384,7 +384,7 @@ def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
         ({"k": 60, "beam_width": 50}, "beam_width", "60"),
         ({"filter": {"and": [{"eq": ["colour", "red"]}]}}, "filter.and[0].eq", "unknown field"),
         ({"filter": {}}, "filter", "only key"),
-        ({"exclude": Exclude(seen=False, seen_within_s=9)}, "exclude.seen_within_s", "true"),
+        ({"exclude": Exclusions(seen=False, seen_within_s=9)}, "exclude.seen_within_s", "true"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(service, user, fields, param, words):
@@ -488,7 +488,7 @@ def test_the_lists_need_no_recommender(tmp_path, ranker):
             title = service.item(seen).categories[0]
             asked = [
                 {"strategy": "popular", "k": 7},
-                {"strategy": "latest", "k": 7, "exclude": Exclude(seen=False)},
+                {"strategy": "latest", "k": 7, "exclude": Exclusions(seen=False)},
                 {"strategy": "popular", "filter": {"eq": ["category", title]}, "explain": True},
             ]
             service.add_events(view("new user", seen))

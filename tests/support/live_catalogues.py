@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from recserve.schemas.items import Exclude, ItemsRequest, RecommendRequest
+from recserve.schemas.items import Exclusions, ItemsRequest, RecommendRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.tiny_bundle import shared_bundle
 
-EVERYTHING = Exclude(seen=False)
+EVERYTHING = Exclusions(seen=False)
 
 
 def opened(folder):

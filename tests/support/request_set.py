@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from recserve.schemas.items import (
     Candidate,
     Diversity,
-    Exclude,
+    Exclusions,
     RankRequest,
     RankResponse,
     RecommendRequest,
@@ -37,12 +37,12 @@ def slates() -> dict[str, RecommendRequest]:
         "cold": RecommendRequest(user=cold, k=7),
         "many": RecommendRequest(user=known, k=200, beam_width=250, strategy="speculative"),
         "repeats": RecommendRequest(
-            history=HISTORY, strategy="beam", exclude=Exclude(seen=False), k=20
+            history=HISTORY, strategy="beam", exclude=Exclusions(seen=False), k=20
         ),
         "excluded": RecommendRequest(
             history=HISTORY,
             strategy="speculative",
-            exclude=Exclude(item_ids=[f"item{n:06d}" for n in range(50, 90)]),
+            exclude=Exclusions(item_ids=[f"item{n:06d}" for n in range(50, 90)]),
         ),
         "filtered": RecommendRequest(
             history=HISTORY, strategy="beam", filter={"range": ["price", None, 12]}

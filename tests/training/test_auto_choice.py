@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from recserve.batch.together import together
 from recserve.bundle.bundle import Bundle, BundleError, Manifest
 from recserve.cli.app import app
-from recserve.schemas.items import Exclude, RecommendRequest, RecommendResponse
+from recserve.schemas.items import Exclusions, RecommendRequest, RecommendResponse
 from recserve.service import Service
 from recserve.service.auto_strategy import read_auto
 from recserve.training.auto_choice import Candidate, Goal, choose_auto, take
@@ -140,7 +140,7 @@ def test_a_server_serves_the_choice(service: Service) -> None:
     def shown(found: RecommendResponse) -> list[tuple[str, float]]:
         return [(item.item_id, item.score) for item in found.items]
 
-    kept = Exclude(seen=False)
+    kept = Exclusions(seen=False)
     explicit = answer(exclude=kept, strategy="nezha", dense_weight=5.0)
     auto = answer(exclude=kept)
     assert auto.strategy == "nezha" and shown(auto) == shown(explicit)
@@ -156,7 +156,7 @@ def test_a_server_serves_the_choice(service: Service) -> None:
     ]
     named = answer(exclude=kept, strategy="nezha")
     assert shown(named) != shown(explicit)  # the bundle's weight
-    bodies = [RecommendRequest(history=history, k=8, exclude=e) for e in (kept, Exclude())]
+    bodies = [RecommendRequest(history=history, k=8, exclude=e) for e in (kept, Exclusions())]
     batch = together(service)(bodies)
     assert [found.strategy for found in batch if isinstance(found, RecommendResponse)] == [
         "nezha",
@@ -173,7 +173,7 @@ def test_an_answer_names_the_weight_that_gives_it_again(service: Service) -> Non
         return service.recommender.begin(body).wait()
 
     weights = set()
-    for exclude in (Exclude(seen=False), Exclude()):
+    for exclude in (Exclusions(seen=False), Exclusions()):
         for fields in ({}, {"dense_weight": 3.0}, {"strategy": "nezha"}, {"strategy": "beam"}):
             first = answer(exclude=exclude, **fields)
             again = answer(

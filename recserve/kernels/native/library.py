@@ -30,7 +30,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from recserve.cores import usable_cores
 from recserve.kernels.native.processor import EVERY_LEVEL, LEVELS, instruction_set
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ def compile_levels(compiler: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _file_name(packaged_name(level), content)).write_bytes(content)
 
-    with ThreadPoolExecutor(usable_cores()) as threads:
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
         list(threads.map(compile_level, LEVELS))
 
 

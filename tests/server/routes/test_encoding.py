@@ -142,11 +142,13 @@ def test_tokens_and_back(server, text):
     assert said["tokens"] == text.model.tokenizer.encode(TEXT)
     assert said["count"] == len(said["tokens"]) == len(said["token_strs"])
     assert said["max_model_len"] == text.model.context
+    names = text.model.tokenizer.tokenizer.id_to_token
+    assert said["token_strs"] == [names(token) for token in said["tokens"]]
     back = server.post("/detokenize", json={"tokens": said["tokens"]}).json()
     assert back["prompt"].strip() == TEXT
     plain_ = server.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False}).json()
     assert plain_["tokens"] == text.model.tokenizer.encode(TEXT, False)
-    assert "token_strs" not in plain_
+    assert plain_["token_strs"] is None
     chat = {"messages": [{"role": "user", "content": TEXT}]}
     assert server.post("/tokenize", json=chat).json()["tokens"] == plain_["tokens"]
     for wrong in ({}, {"prompt": "a", **chat}):

@@ -1,8 +1,9 @@
-"""A client that openapi-python-client generates from GET /openapi.json gets slates."""
+"""Clients that are generated from GET /openapi.json compile, and get slates."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import venv
 from typing import Any
@@ -15,6 +16,7 @@ from recserve.service import Service
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
+TYPESCRIPT = ("orval@7.13.2", "openapi-typescript@7.13.0", "typescript@5.9.3")
 GENERATOR = "openapi-python-client==0.29.1"
 ASK = """
 import sys
@@ -59,6 +61,32 @@ def test_errors_are_described_in_the_form_of_their_path():
         assert forms[path] == {"$ref": "#/components/schemas/InferError"}
     for path in ("/v2/rerank", "/v1/recommend", "/health/live"):
         assert forms[path] == {"$ref": "#/components/schemas/ErrorResponse"}
+
+
+@pytest.mark.slow
+def test_generated_typescript_compiles(tmp_path):
+    """No name of the description shadows one of TypeScript."""
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("npm is missing, which installs the generators of TypeScript")
+    (tmp_path / "package.json").write_text("{}")
+    install = [npm, "install", "--no-audit", "--no-fund", *TYPESCRIPT]
+    installed = subprocess.run(install, capture_output=True, text=True, cwd=tmp_path)
+    if installed.returncode:
+        pytest.skip(f"the generators cannot be installed: {installed.stderr[-200:]}")
+    described = create_app(ServerConfig(bundle="x")).openapi()
+    (tmp_path / "openapi.json").write_text(json.dumps(described))
+    programs = tmp_path / "node_modules" / ".bin"
+    generate = ["--input", "openapi.json", "--output", "orval.ts", "--client", "fetch"]
+    check = ["--strict", "--noEmit", "--skipLibCheck", "--target", "es2022", "--module", "es2022"]
+    check += ["--moduleResolution", "bundler", "--lib", "es2022,dom,dom.iterable"]
+    for command in (
+        [programs / "orval", *generate],
+        [programs / "openapi-typescript", "openapi.json", "-o", "types.ts"],
+        [programs / "tsc", *check, "orval.ts", "types.ts"],
+    ):
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
 @pytest.mark.slow

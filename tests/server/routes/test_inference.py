@@ -138,11 +138,11 @@ def test_unknown_parameters_are_refused(server):
     assert answer.status_code == 422 and answer.json()["error"].startswith("strategy: ")
 
 
-def test_a_bundle_without_a_recommender_has_no_such_model(tmp_path):
+def test_a_bundle_without_a_recommender_answers_with_its_list(tmp_path):
     bundle = tiny_bundle(tmp_path, recommender=False)
     with live(Service.open(bundle, f"lmdb:{tmp_path}/store", "cpu")) as server:
-        assert server.get("/v2/models/recommend/ready").status_code == 404
-        assert infer(server, "recommend", USERS).status_code == 404
+        assert server.get("/v2/models/recommend/ready").status_code == 200
+        assert infer(server, "recommend", USERS).status_code == 200
         assert server.get("/v2/models/rank/ready").status_code == 200
 
 

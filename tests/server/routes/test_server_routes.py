@@ -246,7 +246,7 @@ def test_openapi_says_which_errors_each_route_has(client):
             documented[operation["operationId"]] = codes
             assert {"500", "503"} <= codes.keys(), path
     assert "queue_full" in documented["recommend"]["429"]
-    assert {"unknown_field", "missing_field", "out_of_range"} <= set(documented["chat"]["422"])
+    assert {"unknown_field", "missing_field", "out_of_range"} <= set(documented["chat"]["400"])
     assert not {"401", "429"} & documented["health"].keys()
     assert {"quota_exceeded", "queue_full"} <= set(documented["item"]["429"])
     assert documented["item"]["404"] == ["unknown_item"]

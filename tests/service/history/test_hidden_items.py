@@ -7,7 +7,7 @@ import pytest
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
     Candidate,
-    Exclude,
+    Exclusions,
     RankRequest,
     RecommendRequest,
     RollbackRequest,
@@ -29,7 +29,7 @@ def listed(service, user):
 def assert_recommends(service, user, hidden):
     """Slate and ranking read the whole history, like one in the body, and show no hidden item."""
     ids = listed(service, user)
-    fields = {"k": 50, "strategy": "beam", "exclude": Exclude(seen=False)}
+    fields = {"k": 50, "strategy": "beam", "exclude": Exclusions(seen=False)}
     stored = service.recommend(RecommendRequest(user=UserRef(id=user), **fields))
     inline = service.recommend(RecommendRequest(history=ids, **fields))
     assert stored.degraded == inline.degraded == []
@@ -74,9 +74,9 @@ def test_events_of_hidden_items_are_kept(tmp_path, seed):
 def test_a_click_on_a_hidden_item_is_attributed_and_corrected(tmp_path):
     service = opened(tmp_path)
     with live(service) as client:
-        item = base_of(service).items.ids[3]
         body = {"user": {"id": "u"}, "k": 5}
-        token = client.post("/v1/recommend", json=body).json()["attribution_token"]
+        slate = client.post("/v1/recommend", json=body).json()
+        token, item = slate["attribution_token"], slate["items"][3]["item_id"]
         assert client.delete(f"/v1/items/{item}").status_code == 200
         event = {"user_id": "u", "item_id": item, "event_id": "e", "attribution_token": token}
         answer = client.post("/v1/events", json={"events": [event], "warm": True}).json()

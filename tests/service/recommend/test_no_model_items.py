@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from recserve.core.request import Slate
-from recserve.schemas.items import Diversity, Exclude, RecommendRequest
+from recserve.schemas.items import Diversity, Exclusions, RecommendRequest
 from recserve.service import Service, ServiceOptions
 from tests.support.tiny_bundle import shared_bundle
 
@@ -22,7 +22,7 @@ def service(tmp_path_factory):
 
 def body(service, **fields):
     history = service.catalog.current.catalog.items.ids[:3]
-    return RecommendRequest(**{"history": history, "exclude": Exclude(seen=False)} | fields)
+    return RecommendRequest(**{"history": history, "exclude": Exclusions(seen=False)} | fields)
 
 
 def finding(service, rows, monkeypatch, exact=True):
@@ -77,7 +77,7 @@ def test_what_a_filter_leaves_is_exact(service, strategy, left):
 
 def test_what_exclusions_leave_is_exact(service):
     ids = service.catalog.current.catalog.items.ids
-    fields = {"exclude": Exclude(item_ids=ids[2:], seen=False), "k": 5}
+    fields = {"exclude": Exclusions(item_ids=ids[2:], seen=False), "k": 5}
     answer = service.recommend(body(service, **fields))
     assert answer.degraded == ["fewer_than_k"] and answer.exact
     assert {item.item_id for item in answer.items} == set(ids[:2])

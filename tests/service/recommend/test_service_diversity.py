@@ -11,7 +11,7 @@ from recserve.core.diversity import PrefixGroups
 from recserve.features.catalog.versions import CatalogVersion
 from recserve.schemas.items import (
     Diversity,
-    Exclude,
+    Exclusions,
     InvalidRequest,
     ItemsRequest,
     RecommendRequest,
@@ -80,7 +80,10 @@ def test_slates_keep_to_the_caps_filled_places_too(service, history):
     catalog = service.catalog.current.catalog
     ids = catalog.items.ids
     rows = {item: row for row, item in enumerate(ids)}
-    body = {"history": ids[:4] if history == "known" else ["gone"], "exclude": Exclude(seen=False)}
+    body = {
+        "history": ids[:4] if history == "known" else ["gone"],
+        "exclude": Exclusions(seen=False),
+    }
     answer = service.recommend(
         RecommendRequest(**body, k=30, diversity=Diversity(category=1, prefix=(0, 4)))
     )
@@ -103,7 +106,7 @@ def test_the_model_fills_the_slate(service, strategy):
     for level, k in ((0, 10), (1, 20)):
         body = RecommendRequest(
             history=catalog.items.ids[:4], k=k, beam_width=k, strategy=strategy,
-            exclude=Exclude(seen=False), diversity=Diversity(prefix=(level, 1)),
+            exclude=Exclusions(seen=False), diversity=Diversity(prefix=(level, 1)),
         )  # fmt: skip
         there = len({tuple(code[: level + 1]) for code in catalog.semantic_ids.codes.tolist()})
         sources = Counter(item.source for item in service.recommend(body).items)
@@ -164,7 +167,7 @@ def test_slates_of_a_live_catalogue(changing):
         service.hide_item(ids[number])
         for diversity in (Diversity(category=1), Diversity(prefix=(1, 1), category=2)):
             body = RecommendRequest(
-                history=ids[4:8], k=12, beam_width=12, exclude=Exclude(seen=False),
+                history=ids[4:8], k=12, beam_width=12, exclude=Exclusions(seen=False),
                 diversity=diversity,
             )  # fmt: skip
             answers = [service.recommend(replace_strategy(body, name)) for name in ("beam", "auto")]
@@ -197,7 +200,7 @@ def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
     counted(monkeypatch, GroupIndex, "read", lambda lists: listed.append(len(lists)))
     looked_at = Looked(service.catalog.current.items.log)
     body = RecommendRequest(
-        history=ids[4:8], k=6, beam_width=6, exclude=Exclude(seen=False),
+        history=ids[4:8], k=6, beam_width=6, exclude=Exclusions(seen=False),
         diversity=Diversity(category=1, prefix=(0, 1)),
     )  # fmt: skip
     for number in range(6):
