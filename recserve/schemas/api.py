@@ -84,8 +84,8 @@ class Operation(Generic[P, A]):
         event: Type of an event, if the body may ask for a stream; else None.
         summary: What the operation does, in one line.
         status: HTTP status of an answer.
-        invalid_status: HTTP status if a field is out of range. It is 400 where OpenAI has the route
-            or another server of language models: their clients know no 422.
+        invalid_status: HTTP status if a field is out of range. It is 400 on the routes of texts
+            under `/v1` and on vLLM's `/generative_scoring`, whose clients know no 422.
         open: Needs no key. It then reveals only whether the server is up.
         counted: Counts for the quota of the key, and has a trace.
         queue: Models of which one has the queue in which the request waits, by the parameter
@@ -390,7 +390,7 @@ class Api:
     def rerank(self, body: s.RerankRequest, deadline_s: float | None = None) -> s.RerankResponse:
         """Sorts documents by relevance to a query, in Jina's format."""
 
-    @operation("POST /v2/rerank", queue=TEXT, errors=LANGUAGE, invalid_status=400)
+    @operation("POST /v2/rerank", queue=TEXT, errors=LANGUAGE)
     def rerank_v2(self, body: s.RerankRequest, deadline_s: float | None = None) -> s.RerankResponse:
         """Sorts documents by relevance to a query, in Cohere's format."""
 
@@ -406,7 +406,7 @@ class Api:
     ) -> c.EmbeddingsResponse:
         """Returns a vector per text: the mean of the model's final hidden states, of length 1."""
 
-    @operation("POST /tokenize", errors=ENCODED, invalid_status=400)
+    @operation("POST /tokenize", errors=ENCODED)
     def tokenize(
         self, body: c.TokenizeRequest, deadline_s: float | None = None
     ) -> c.TokenizeResponse:
@@ -416,7 +416,7 @@ class Api:
     def tokenizer_info(self, deadline_s: float | None = None) -> c.TokenizerInfo:
         """Returns the special tokens and the chat template of the language model, as vLLM does."""
 
-    @operation("POST /detokenize", errors=ENCODED, invalid_status=400)
+    @operation("POST /detokenize", errors=ENCODED)
     def detokenize(
         self, body: c.DetokenizeRequest, deadline_s: float | None = None
     ) -> c.DetokenizeResponse:

@@ -152,8 +152,8 @@ def test_tokens_and_back(server, text):
     chat = {"messages": [{"role": "user", "content": TEXT}]}
     assert server.post("/tokenize", json=chat).json()["tokens"] == plain_["tokens"]
     for wrong in ({}, {"prompt": "a", **chat}):
-        assert server.post("/tokenize", json=wrong).status_code == 400
-    assert server.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
+        assert server.post("/tokenize", json=wrong).status_code == 422
+    assert server.post("/detokenize", json={"tokens": [10**6]}).status_code == 422
 
 
 def test_what_lm_eval_asks_before_it_tokenises_over_http(server, text):

@@ -169,9 +169,8 @@ def test_the_shape_of_streams(server, engine, path, seed):
 
 
 def test_invalid_fields_have_the_status_that_clients_of_the_route_know(server):
-    """Clients of OpenAI, vLLM, Jina and Cohere know 400; every other route has 422."""
-    text = {"complete", "chat", "rerank", "rerank_v2", "generative_scoring", "embeddings"}
-    text |= {"tokenize", "detokenize"}
+    """Clients of OpenAI, vLLM and Jina know 400; every other route has 422."""
+    text = {"complete", "chat", "rerank", "generative_scoring", "embeddings"}
     for name, row in OPERATIONS.items():
         if row.body is not None and not row.admin and not row.parameters:
             answer = server.request(row.method, row.path, json={"no_such_field": 1})

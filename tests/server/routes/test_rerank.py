@@ -180,7 +180,7 @@ def test_a_document_cannot_end_its_turn(server, network):
         (
             "/v2/rerank",
             {"query": "q", "documents": ["a"], "rank_fields": ["t"]},
-            400,
+            422,
             "rank_fields",
         ),
         (
