@@ -10,41 +10,26 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from recserve.schemas.chat_messages import ChatMessage
-from recserve.schemas.items import InvalidRequest, RequestId, StrictStruct
+from recserve.schemas.items import InvalidRequest, StrictStruct
 from recserve.schemas.neutral import check_neutral
-from recserve.schemas.scoring import ModelName
-from recserve.schemas.text import TextTimeoutMs, TokenId, TokenIds, Usage
+from recserve.schemas.scoring import ModelName, PoolingRequest
+from recserve.schemas.text import TokenId, TokenIds, Usage
 
 MAX_INPUTS = 256
 
 
-class EmbeddingsRequest(StrictStruct, frozen=True, kw_only=True):
+class EmbeddingsRequest(PoolingRequest, frozen=True, kw_only=True):
     """POST /v1/embeddings.
 
     Attributes:
         input: A text, a list of token ids, or a list of either.
         encoding_format: `float`, or `base64` for little-endian float32.
         dimensions: Field of OpenAI; refused.
-        user: Ignored.
     """
 
     input: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
-    model: ModelName | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Any = None
-    truncate_prompt_tokens: Any = None
-    truncation_side: Any = None
-    padding: Any = None
-    use_activation: Any = None
-    mm_processor_kwargs: Any = None
-    cache_salt: Any = None
-    user: str | None = None
-    timeout_ms: TextTimeoutMs | None = None
-    request_id: RequestId | None = None
-
-    def check(self) -> None:
-        """Raises InvalidRequest if an unsupported field is set."""
-        check_neutral(self)
 
 
 class Embedding(Struct, frozen=True, kw_only=True):

@@ -32,7 +32,26 @@ class Document(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class RerankRequest(StrictStruct, frozen=True, kw_only=True):
+class PoolingRequest(StrictStruct, frozen=True, kw_only=True):
+    """Fields of the routes that vLLM calls pooling. `user` is ignored."""
+
+    model: ModelName | None = None
+    truncate_prompt_tokens: Any = None
+    truncation_side: Any = None
+    padding: Any = None
+    use_activation: Any = None
+    mm_processor_kwargs: Any = None
+    cache_salt: Any = None
+    user: str | None = None
+    timeout_ms: TextTimeoutMs | None = None
+    request_id: RequestId | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest if an unsupported field is set."""
+        check_neutral(self)
+
+
+class RerankRequest(PoolingRequest, frozen=True, kw_only=True):
     """POST /v1/rerank and /v2/rerank.
 
     Attributes:
@@ -50,26 +69,12 @@ class RerankRequest(StrictStruct, frozen=True, kw_only=True):
 
     query: Annotated[str, Meta(min_length=1)]
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_CANDIDATES)]
-    model: ModelName | None = None
     top_n: CountOrZero | None = None
     return_documents: bool | None = None
     instruction: Annotated[str, Meta(max_length=4096)] | None = None
     max_tokens_per_doc: CountOrZero | None = None
     rank_fields: Any = None
     max_chunks_per_doc: Any = None
-    truncate_prompt_tokens: Any = None
-    truncation_side: Any = None
-    padding: Any = None
-    use_activation: Any = None
-    mm_processor_kwargs: Any = None
-    cache_salt: Any = None
-    user: str | None = None
-    timeout_ms: TextTimeoutMs | None = None
-    request_id: RequestId | None = None
-
-    def check(self) -> None:
-        """Raises InvalidRequest if an unsupported field is set."""
-        check_neutral(self)
 
 
 class GenerativeScoringRequest(StrictStruct, frozen=True, kw_only=True):
