@@ -284,12 +284,12 @@ def test_experiments(page):
     text = page.run("document.getElementById('experiments').innerText")
     for words in ("nezha-or-beam", "running", "fallen back", "50 % of the traffic", "above the"):
         assert words in text
-    assert "8.90 ms to 10.1 ms" in text and "sample ratio p = 0.42" in text
+    assert "8.90 ms to 10.1 ms" in text and "641, 559 users, p = 0.00042" in text
     assert "keep control clicks fell by 51 % (31 % to 72 %)" in " ".join(text.split())
     goals = "[...document.querySelectorAll('.goals tbody tr')].map((row) => row.innerText)"
     control, treated = ([" ".join(row.split())] for row in page.run(goals))
-    assert control == ["click control 1200 212 0.177 – –"]
-    assert treated == ["nezha-or-beam 1200 103 0.0858 −51.0 % −72.0 % to −31.0 %"]
+    assert control == ["click control – – 0.177 212 1200"]
+    assert treated == ["nezha-or-beam −51.0 % −72.0 % to −31.0 % 0.0858 103 1200"]
     page.answer = lambda url: (200, {"experiments": []})
     page.click("#experiments-again")
     page.until("document.querySelector('#experiments .empty')")

@@ -21,7 +21,8 @@ GENERATOR = "openapi-python-client==0.29.1"
 ASK = """
 import sys
 from generated import Client
-from generated.api.recommend_and_rank import infer, recommend
+from generated.api.open_inference_protocol import infer
+from generated.api.recommend_and_rank import recommend
 from generated.models import Diversity, InferRequest, InferTensor, RecommendRequest, UserRef
 
 client = Client(base_url=sys.argv[1])
