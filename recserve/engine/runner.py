@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recserve.kernels.attention.attention import BatchAttention, tree_attention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
+from recserve.kernels.native.threads import threads_for
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.attention import Attend, PagedAttention
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
+from recserve.models.packing import row_weights
 from recserve.models.ranker import Ranker
 from recserve.models.recommender import Recommender
 
@@ -51,9 +53,15 @@ class ModelAdapter(Protocol):
 
     Attributes:
         activation: Activation of the attention scores.
+        model: The network.
     """
 
     activation: Activation
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        ...
 
     def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
         """Returns the embedded rows [Tq, E]. `gate` names the rows of mask tokens of a language
@@ -134,6 +142,7 @@ class Runner:
         self.adapter = adapter
         self.pool = pool
         self.attention = attention
+        self._weights = 0 if pool.keys.is_cuda else row_weights(adapter.model)
 
     def check_device(self) -> None:
         """Raises DeviceLost if the device fails every call since an earlier error."""
@@ -159,8 +168,9 @@ class Runner:
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds
             gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
-        x = self.adapter.embed(inputs, gate)
-        hidden = self.layers(batch, LayerInputs(x, rows, taps, gate, inputs.groups))
+        with threads_for(len(inputs) * self._weights):
+            x = self.adapter.embed(inputs, gate)
+            hidden = self.layers(batch, LayerInputs(x, rows, taps, gate, inputs.groups))
         if len(parts) == 1:
             return [hidden]
         return list(torch.split(hidden, [_num_states(part) for part in parts]))

@@ -10,6 +10,8 @@ weight.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +79,15 @@ def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnProduct:
 def packable(weight: Tensor) -> bool:
     """Returns whether this machine can pack a weight [n, m]."""
     return weight.is_cpu and (onednn_multiplies(weight.dtype) or products.runs_in_c(weight))
+
+
+def row_weights(model: nn.Module) -> int:
+    """Returns the number of weights of all linear layers: the multiply-adds of one row."""
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+    return sum(
+        layer.weight.numel() if isinstance(layer, nn.Linear) else math.prod(layer.shape)
+        for layer in layers
+    )
 
 
 @torch.no_grad()
