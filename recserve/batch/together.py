@@ -5,9 +5,8 @@ normally batches the requests that have arrived when it steps. This module there
 while the engine is paused between two steps. Batch composition, and so every output byte, then
 depends on the requests alone.
 
-For the same reason `auto` means what validation chose for the bundle, or else `beam` where it is
-available. Outside of batch jobs
-`auto` depends on measured response times, and so on the clock.
+For the same reason the strategy of `auto` does not follow from the clock here
+(`RecommendService.without_clock`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from msgspec import structs
-
 from recserve.batch.generate import Recommend
 from recserve.core.finite import NotFinite
 from recserve.engine.engine import Engine
 from recserve.schemas.items import RecommendRequest, RecommendResponse
-from recserve.search.strategy import strategy_classes
 from recserve.service import Service
-from recserve.service.auto_strategy import AUTO, BEAM
 from recserve.service.errors import UnknownModel
 
 
@@ -41,17 +36,10 @@ def together(service: Service) -> Recommend:
     Args:
         service: Service that receives no other requests while the job runs.
     """
-    engine = service.engine
+    engine, recommender = service.engine, service.recommender
 
     def begin(body: RecommendRequest) -> Callable[[], RecommendResponse]:
-        chosen = service.recommender.auto_setting(body)
-        if chosen is not None:
-            body = structs.replace(body, strategy=chosen.strategy)
-            if strategy_classes()[chosen.strategy].dense_weight == "used":
-                body = structs.replace(body, dense_weight=chosen.dense_weight)
-        elif body.strategy == AUTO and BEAM in engine.selectable:
-            body = structs.replace(body, strategy=BEAM)
-        return service.recommender.begin(body).wait
+        return recommender.begin(recommender.without_clock(body)).wait
 
     def recommend(bodies: Sequence[RecommendRequest]) -> list[RecommendResponse | Exception]:
         return submit_together(engine, begin, bodies)

@@ -20,7 +20,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from importlib.metadata import version as installed
 
 from fastapi import FastAPI
@@ -33,19 +32,19 @@ from recserve.metrics import Metrics, RecentMetrics
 from recserve.search.strategy import strategy_classes
 from recserve.server import playground, routes
 from recserve.server.access import Access, AccessKeys
-from recserve.server.context import AppState, answer_items
+from recserve.server.context import AppState
 from recserve.server.errors import CODES, REASONS
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 from recserve.server.openapi import describe
 from recserve.server.request_middleware import RequestMiddleware
-from recserve.server.routes.completions import write_texts
 from recserve.server.routing import make_routes
 from recserve.server.telemetry.telemetry import Telemetry, vllm_model
 from recserve.server.threads import Threads
 from recserve.server.transport.quotas import Quotas
 from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
+from recserve.service.effects import Effects
 from recserve.service.rank import SCORERS
 from recserve.service.snapshot import LISTS
 
@@ -79,7 +78,9 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         vllm_model(config),
         CODES,
     )
-    loader = ServiceLoader(config, service)
+    counts = None if arms is None else arms.experiments
+    effects = Effects(telemetry.slate_log, counts, metrics.rounds.observe)
+    loader = ServiceLoader(config, service, effects)
     lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
     recent = RecentMetrics(metrics, lifecycle.gauges)
 
@@ -109,23 +110,15 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     app_state = AppState(
         lifecycle,
         metrics,
-        answer_items,
-        write_texts,
         recent,
         config.max_body_bytes,
         config.default_timeout_ms,
         config.text_timeout_ms,
-        telemetry.slate_log,
+        arms,
         stall_timeout_s=config.stall_timeout_s,
         threads=Threads(config.max_queue, config.queue_share),
     )
     if arms is not None:
-        app_state = replace(
-            app_state,
-            answer_items=arms.answer_items,
-            write_texts=arms.write_texts,
-            experiments=arms.experiments,
-        )
         metrics.arms = arms.experiments.labels
         metrics.registry.register(ExperimentCollector(arms.experiments))
     table = make_routes()

@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope
 
 from recserve.core.errors import DeadlineExceeded
+from recserve.core.plugins import request_error
 from recserve.metrics import Metrics, RecentMetrics
 from recserve.schemas.api import Models, Operation, is_admin
 from recserve.schemas.browse import LISTS, split_texts
@@ -43,16 +44,16 @@ from recserve.server.errors import BodyTooLarge, ClientGone, EncodedBody, NotRea
 from recserve.server.inference_counts import InferenceCounts
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.threads import (
+    LATE,
+    FairThreads,
     Threads,
-    check_first,
     is_large,
     on_thread,
     reads_store,
 )
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
-from recserve.service.pending import Pending
-from recserve.service.slate_log.slate_log import SlateLog
+from recserve.service.pending import ItemService, Pending
 from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Listener
 
@@ -74,25 +75,27 @@ GRACE_S = 0.05
 GONE = "the client closed the connection"
 
 
-class AnswerItems(Protocol):
-    """The plain `answer_items`, or that of a server with experiments."""
+class ServerArms(Protocol):
+    """The arms of a server with experiments (`server/experiments.py`)."""
 
-    async def __call__(
+    experiments: Experiments
+
+    async def answer_items(
         self,
         context: RequestContext,
-        begin: Callable[[Asked, str, float], Pending[Answered]],
+        part: ItemService[Asked, Answered],
         body: Asked,
+        request_id: str,
+        deadline_s: float,
     ) -> Answered:
-        """Returns the answer of a recommend or rank request."""
+        """Returns the answer of the arm that is drawn for a request; arguments as in `ask`."""
+        ...
 
-
-class WriteTexts(Protocol):
-    """The plain `write_texts`, or that of a server with experiments."""
-
-    async def __call__(
+    async def write_texts(
         self, context: RequestContext, begin: BeginTexts[Text], body: Text
     ) -> Response:
         """Returns the response of a text request."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,11 @@ class AppState:
     Attributes:
         lifecycle: Holds the service.
         metrics: Counters and histograms of the application.
-        answer_items: Answers recommend and rank requests.
-        write_texts: Answers text requests.
         recent: The metrics of the last ten minutes.
         max_body_bytes: Upper bound on the size of a request body.
         default_timeout_ms: Timeout of an item request that does not set one.
         text_timeout_ms: Timeout of a text request that does not set one.
-        slate_log: Log of slates and outcomes; None without one.
-        experiments: Experiments of the server; None without any.
+        arms: Arms of the server's experiments; None without any.
         stall_timeout_s: Time after which a step of the engine counts as hanging.
         threads: Threads for work that must not hold the event loop.
         inferences: Answers of the Open Inference Protocol, by model and version.
@@ -117,14 +117,11 @@ class AppState:
 
     lifecycle: Lifecycle
     metrics: Metrics
-    answer_items: AnswerItems
-    write_texts: WriteTexts
     recent: RecentMetrics
     max_body_bytes: int
     default_timeout_ms: int
     text_timeout_ms: int
-    slate_log: SlateLog | None = None
-    experiments: Experiments | None = None
+    arms: ServerArms | None = None
     stall_timeout_s: float = 30.0
     threads: Threads = field(default_factory=Threads)
     inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
@@ -313,52 +310,48 @@ class RequestContext:
         """Calls a function that waits for the history store or for the disk, on a thread."""
         return await on_thread(self.state.threads.changes, partial(function, *arguments))
 
-    async def begin(self, function: Callable[[B, str, float], A], body: B, deadline_s: float) -> A:
-        """Calls a function that prepares a request for items, on a thread if that may take long.
-
-        Requests that wait for a store are prepared on the store's threads, so that a store that
-        hangs does not hold up requests with a history of their own.
-
-        Args:
-            function: Called with body, request id and deadline.
-            body: The decoded body.
-            deadline_s: time.monotonic() value of the deadline.
-
-        Raises:
-            QueueFull: If the request would be prepared for a queue that is full.
-            DeadlineExceeded: If the deadline passes before it is its turn.
-        """
-        prepare = partial(function, body, self.trace.request_id, deadline_s)
-        call = check_first(self.service.engine, self.models, deadline_s, prepare)
-        if self.service.histories.store.blocks and reads_store(body):
-            return await on_thread(self.state.threads.store, call, deadline_s)
-        if is_large(body):
-            return await on_thread(self.state.threads.items, call, deadline_s)
-        return call()
-
     async def compute(self, function: Callable[[], A], large: bool) -> A:
         """Calls a function of a request for items, on a thread if it takes milliseconds."""
         return await on_thread(self.state.threads.items, function) if large else function()
 
-    async def begin_text(self, function: Callable[[], A], deadline_s: float) -> A:
-        """Calls a function that prepares texts, on a thread, because a long one takes a while.
-
-        Every request that applies a template or the tokeniser comes through here, whether it waits
-        for the engine afterwards or not.
+    async def prepare(
+        self, function: Callable[[], A], deadline_s: float, pool: FairThreads | None
+    ) -> A:
+        """Calls a function that prepares a request, unless the request is too late or too many.
 
         Args:
-            function: Applies the template and tokenises.
+            function: Checks the request and submits its queries to the engine.
             deadline_s: time.monotonic() value of the deadline.
+            pool: Threads for a request that takes long to prepare; None calls it here.
 
         Raises:
             QueueFull: If the request would be prepared for a queue that is full, or if its client
                 has its share of the calls that wait for a thread.
             DeadlineExceeded: If the deadline passes before it is its turn.
         """
-        engine = self.service.engine
-        engine.check_queue(self.models)
-        call = check_first(engine, self.models, deadline_s, function)
-        return await on_thread(self.state.threads.text, call, deadline_s)
+
+        def call() -> A:
+            self.service.engine.check_queue(self.models)
+            if time.monotonic() > deadline_s:
+                raise DeadlineExceeded(LATE)
+            try:
+                return function()
+            except Exception:
+                raise
+            except BaseException as error:  # on the event loop, it would end the server
+                raise request_error(error) from error
+
+        return call() if pool is None else await on_thread(pool, call, deadline_s)
+
+    def item_threads(self, body: object) -> FairThreads | None:
+        """Returns the threads that prepare a request for items; None for the event loop.
+
+        Requests that wait for a store have threads of their own, so that a store that hangs does
+        not hold up requests with a history of their own.
+        """
+        if self.service.histories.store.blocks and reads_store(body):
+            return self.state.threads.store
+        return self.state.threads.items if is_large(body) else None
 
     def watch(self, deadline_s: float, what: str, end: Callable[[Exception], None]) -> Watch:
         """Calls a function when the client closes the connection, or when the deadline passes.
@@ -473,21 +466,86 @@ class RequestContext:
 
         return await self.compute(answers, large)
 
-    async def answer(
-        self, function: Callable[[B, str, float], Pending[A]], body: B, deadline_s: float
-    ) -> A:
-        """Prepares a request, waits for it and returns the answer. Arguments are those of `begin`.
+    async def answer(self, part: ItemService[Asked, Answered], body: Asked) -> Answered:
+        """Returns the answer of a recommend or rank request, by an arm if it is in an experiment.
+
+        Args:
+            part: The part of the service that answers.
+            body: The decoded body.
+
+        Raises:
+            Exception: What the request fails with; row_of maps it to an HTTP error.
+        """
+        deadline_s = self.deadline_s(body.timeout_ms)
+        arms = self.state.arms
+        ask = self.ask if arms is None or self.untracked else partial(arms.answer_items, self)
+        return self.record(await ask(part, body, self.trace.request_id, deadline_s))
+
+    async def ask(
+        self,
+        part: ItemService[Asked, Answered],
+        body: Asked,
+        request_id: str,
+        deadline_s: float,
+    ) -> Answered:
+        """Prepares a request, waits for the engine and returns the answer of the plain service.
+
+        Args:
+            part: The part of the service that answers.
+            body: The request.
+            request_id: Identifies the request.
+            deadline_s: time.monotonic() value of the deadline.
 
         Raises:
             ClientGone: If the client closes the connection.
             DeadlineExceeded: If the deadline passes.
             Exception: What the request fails with.
         """
-        work = await self.begin(function, body, deadline_s)
+        submit = partial(part.begin, body, request_id, deadline_s)
+        work = await self.prepare(submit, deadline_s, self.item_threads(body))
         (outcome,) = await self.gather([work], deadline_s, is_large(body))
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    async def answer_all(
+        self,
+        part: ItemService[Asked, Answered],
+        bodies: list[Asked],
+        submit: Callable[[], list[Pending[Answered]]],
+        deadline_s: float,
+    ) -> list[Answered | Exception]:
+        """Returns the answers of several requests in one body, each the answer or its error.
+
+        Args:
+            part: The part of the service that answers.
+            bodies: The requests.
+            submit: Submits all of them at once, where no experiment draws arms for them.
+            deadline_s: time.monotonic() value of the deadline.
+
+        Raises:
+            Exception: As in `ask`, if all fail together.
+        """
+        arms = self.state.arms
+        if arms is None or self.untracked:
+            works = await self.prepare(submit, deadline_s, self.item_threads(bodies))
+            return await self.gather(works, deadline_s, is_large(bodies))
+
+        async def answer(number: int, body: Asked) -> Answered | Exception:
+            request_id = f"{self.trace.request_id}.{number}"[-128:]
+            try:
+                return await arms.answer_items(self, part, body, request_id, deadline_s)
+            except ClientGone:
+                raise
+            except Exception as error:
+                return error
+
+        tasks = [asyncio.create_task(answer(*each)) for each in enumerate(bodies)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def record(self, answer: A | Exception) -> A:
         """Records an answer in the trace and returns it; raises it if it is an error."""
@@ -529,25 +587,6 @@ class Watch:
         """Stops waiting; `end` is not called any more."""
         self._timer.cancel()
         self._task.remove_done_callback(self._on_disconnect)
-
-
-async def answer_items(
-    context: RequestContext,
-    begin: Callable[[Asked, str, float], Pending[Answered]],
-    body: Asked,
-) -> Answered:
-    """Returns the answer of a recommend or rank request.
-
-    Args:
-        context: The request.
-        begin: Starts the request on the service.
-        body: The decoded body.
-
-    Raises:
-        Exception: What the request fails with; row_of maps it to an HTTP error.
-    """
-    deadline_s = context.deadline_s(body.timeout_ms)
-    return context.record(await context.answer(begin, body, deadline_s))
 
 
 def context_of(scope: Scope) -> RequestContext:

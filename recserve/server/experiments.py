@@ -1,7 +1,7 @@
 """Experiments of a server: the arm of each request, the modes, the checks and the metrics.
 
-Only a server with experiments imports this file. `create_app` then replaces two functions of the
-application's state, `answer_items` and `write_texts`, by the methods of `Arms`. A request goes:
+Only a server with experiments imports this file. The state of its application then has `Arms`, and
+each recommend, rank and text request of a user goes through it:
 
 1. The registry draws experiment and arm by the user's id, or leaves the request alone.
 2. The mode decides which arms answer (`_ItemRequest`; texts have the mode `split` only).
@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
@@ -37,7 +38,7 @@ from recserve.experiments.tallies import ArmResult
 from recserve.experiments.team_draft import team_draft
 from recserve.extras import install_advice
 from recserve.features.state_files import EXPERIMENTS, default_experiments
-from recserve.schemas.experiments import Use
+from recserve.schemas.experiments import ExperimentLabel, Use
 from recserve.schemas.items import (
     Candidate,
     InvalidRequest,
@@ -47,12 +48,12 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.schemas.text import CompletionRequest, TextRequest
-from recserve.server.context import BeginTexts, RequestContext, answer_items
+from recserve.server.context import BeginTexts, RequestContext
 from recserve.server.errors import ClientGone, row_of
 from recserve.server.routes.completions import write_texts
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
-from recserve.service.pending import Pending
+from recserve.service.pending import ItemService
 from recserve.service.snapshot import LISTS
 from recserve.service.text.prompts import speculation
 
@@ -136,34 +137,32 @@ class Arms:
     async def answer_items(
         self,
         context: RequestContext,
-        begin: Callable[[B, str, float], Pending[A]],
+        part: ItemService[B, A],
         body: B,
+        request_id: str,
+        deadline_s: float,
     ) -> A:
-        """Returns the answer of a recommend or rank request; arguments as in the plain function.
+        """Returns the answer of a recommend or rank request; arguments as in `context.ask`.
 
         Raises:
             Exception: What the request fails with; row_of maps it to an HTTP error.
         """
-        trace = context.trace
         user = None if body.user is None else body.user.id
         use: Use = "recommend" if isinstance(body, RecommendRequest) else "rank"
-        draw = None
-        if not context.untracked:
-            draw = self.experiments.draw(use, user, trace.request_id, body)
+        draw = self.experiments.draw(use, user, request_id, body)
         if draw is None:
-            return await answer_items(context, begin, body)
-        deadline_s = context.deadline_s(body.timeout_ms)
-        drawn = _ItemRequest(self, context, begin, body, deadline_s)
-        label = trace.experiment = draw.label
+            return await context.ask(part, body, request_id, deadline_s)
+        drawn = _ItemRequest(self, context, part, body, request_id, deadline_s)
+        label = drawn.label(draw.label)
         try:
             answer = await drawn.answer(draw)
         except ArmNotApplicable as misfit:
             reason = f"the arm does not fit: {misfit}"
-            label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
+            label = drawn.label(msgspec.structs.replace(label, arm=None, reason=reason))
             answer = await drawn.ask(None, deadline_s)
         except ForwardingError as error:
             reason = f"the server of the arm failed: {error}"
-            label = trace.experiment = msgspec.structs.replace(label, arm=None, reason=reason)
+            label = drawn.label(msgspec.structs.replace(label, arm=None, reason=reason))
             answer = await drawn.ask_control(draw.experiment)
             assert draw.arm is not None
             _record_refusal(draw.experiment, draw.arm, error)
@@ -171,10 +170,9 @@ class Arms:
         arm = "" if label.reason is not None or label.arm is None else label.arm
         teams = _teams(answer, draw.experiment)
         shown = [each.name for each in draw.experiment.arms] if teams else [arm] * bool(arm)
-        draw.experiment.count_answer(shown, trace.request_id if user is None else user)
+        draw.experiment.count_answer(shown, request_id if user is None else user)
         token = context.service.signer.label(answer.attribution_token, label.name, arm, teams)
-        labelled = msgspec.structs.replace(answer, experiment=label, attribution_token=token)
-        return context.record(labelled)
+        return msgspec.structs.replace(answer, experiment=label, attribution_token=token)
 
     async def write_texts(self, context: RequestContext, begin: BeginTexts[T], body: T) -> Response:
         """Returns the response of a text request; arguments as in the plain function.
@@ -183,9 +181,7 @@ class Arms:
             Exception: What the request fails with.
         """
         trace = context.trace
-        draw = None
-        if not context.untracked:
-            draw = self.experiments.draw("text", body.user, trace.request_id, body)
+        draw = self.experiments.draw("text", body.user, trace.request_id, body)
         if draw is None or draw.arm is None:
             trace.experiment = None if draw is None else draw.label
             return await write_texts(context, begin, body)
@@ -238,16 +234,24 @@ class _ItemRequest(Generic[B, A]):
     Attributes:
         arms: The arms of the server.
         context: The request.
-        begin: Starts the request on the service.
+        part: The part of the service that answers.
         body: The decoded body, without the fields of an arm.
+        request_id: Identifies the request.
         deadline_s: time.monotonic() value of the deadline.
     """
 
     arms: Arms
     context: RequestContext
-    begin: Callable[[B, str, float], Pending[A]]
+    part: ItemService[B, A]
     body: B
+    request_id: str
     deadline_s: float
+
+    def label(self, label: ExperimentLabel) -> ExperimentLabel:
+        """Returns the label of the answer. It is that of the response too, if that has no other."""
+        if self.request_id == self.context.trace.request_id:
+            self.context.trace.experiment = label
+        return label
 
     async def answer(self, draw: Draw) -> A:
         """Returns the answer in the mode of the experiment.
@@ -278,7 +282,7 @@ class _ItemRequest(Generic[B, A]):
         """
         began_s = time.monotonic()
         half_s = began_s + (self.deadline_s - began_s) / 2
-        if experiment.coin(self.context.trace.request_id).random() < 0.5:
+        if experiment.coin(self.request_id).random() < 0.5:
             answer = await self.ask_and_record(experiment, experiment.control)
             had_time = time.monotonic() < half_s
             other = await self.ask_second(experiment, self.deadline_s, had_time)
@@ -345,7 +349,9 @@ class _ItemRequest(Generic[B, A]):
             if arm.remote:
                 answer = await self.forward(arm, body, deadline_s)
             else:  # the client has its answer and may have gone
-                work = await self.context.begin(self.begin, body, deadline_s)
+                submit = partial(self.part.begin, body, self.request_id, deadline_s)
+                pool = self.context.item_threads(body)
+                work = await self.context.prepare(submit, deadline_s, pool)
                 await asyncio.gather(*map(asyncio.wrap_future, work.futures))
                 answer = work.wait()
         except Exception as error:
@@ -381,19 +387,18 @@ class _ItemRequest(Generic[B, A]):
             return first
         experiment.compare(_item_ids(first), _item_ids(second))
         slates = cast(RecommendResponse, first), cast(RecommendResponse, second)
-        return cast(A, _interleave(slates, experiment, self.context.trace.request_id))
+        return cast(A, _interleave(slates, experiment, self.request_id))
 
     async def ask(self, arm: ServingArm | None, deadline_s: float) -> A:
         """Returns the answer of an arm by a time.monotonic() value; None is the plain service."""
         body = self.body if arm is None else arm.fields.apply(self.body)
         if arm is not None and arm.remote:
             return await self.context.while_connected(self.forward(arm, body, deadline_s))
-        return await self.context.answer(self.begin, body, deadline_s)
+        return await self.context.ask(self.part, body, self.request_id, deadline_s)
 
     async def forward(self, arm: ServingArm, body: B, deadline_s: float) -> A:
         """Returns the answer of the arm's own server, with a token of this server."""
-        request_id = self.context.trace.request_id
-        sent = msgspec.structs.replace(body, request_id=request_id)
+        sent = msgspec.structs.replace(body, request_id=self.request_id)
         try:
             answer: A = await self.arms.remote[arm.label].ask(sent, deadline_s)
         except ForwardingError as error:
@@ -403,7 +408,7 @@ class _ItemRequest(Generic[B, A]):
         user = None if body.user is None else body.user.id
         versions = answer.model_version, answer.catalog_version
         signer, shown = self.context.service.signer, _item_ids(answer)
-        token = signer.token(request_id, user, *versions, shown)
+        token = signer.token(self.request_id, user, *versions, shown)
         return msgspec.structs.replace(answer, attribution_token=token)
 
     def deadline_of(self, arm: ServingArm) -> float:

@@ -9,6 +9,7 @@ from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.kv_cache import DEFAULT_BYTES
 from recserve.service import Service, ServiceOptions
+from recserve.service.effects import Effects
 from recserve.service.model_loader import resolve_device
 from recserve.service.replacement import check_successor, open_successor
 from recserve.service.text.loader import LoadedText, TextSettings, load_text, open_drafters
@@ -25,16 +26,21 @@ class ServiceLoader:
 
     Attributes:
         config: Settings of the server.
+        effects: What the services change beside their answers.
     """
 
-    def __init__(self, config: ServerConfig, service: Service | None = None) -> None:
+    def __init__(
+        self, config: ServerConfig, service: Service | None = None, effects: Effects | None = None
+    ) -> None:
         """Opens nothing yet.
 
         Args:
             config: Settings of the server.
             service: The first service, if it is open already.
+            effects: What the services change beside their answers; None means nothing.
         """
         self.config = config
+        self.effects = effects or Effects()
         self._given = service
         self._text: LoadedText | None = None
 
@@ -42,6 +48,7 @@ class ServiceLoader:
         """Opens the service that the settings name, with a running engine."""
         given, self._given = self._given, None  # once replaced, it must not live on here
         if given is not None:
+            given.set_effects(self.effects)
             return given
         config = self.config
         if config.llm is not None:
@@ -99,6 +106,6 @@ class ServiceLoader:
             history_timeout_ms=config.history_timeout_ms,
             event_types=config.event_types,
             event_kinds=config.event_kinds,
-            log_probs=config.slate_log is not None,
+            effects=self.effects,
             popular_half_life_s=config.popular_half_life_s,
         )

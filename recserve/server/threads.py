@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from recserve.core.client import current_client
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.plugins import request_error
-from recserve.engine.engine import Engine
 from recserve.engine.request_queue import Places
 from recserve.schemas.items import RankBatchRequest, RankRequest, RecommendRequest
 from recserve.server.errors import NotReady
@@ -227,29 +226,6 @@ async def on_thread(
     finally:
         if timer is not None:
             timer.cancel()
-
-
-def check_first(
-    engine: Engine, models: Sequence[str], deadline_s: float, function: Callable[[], A]
-) -> Callable[[], A]:
-    """Returns `function` behind checks that refuse a request before it is prepared.
-
-    It raises QueueFull if the queues of all these models are full by then, or DeadlineExceeded if
-    the deadline (a value of time.monotonic()) has passed.
-    """
-
-    def call() -> A:
-        engine.check_queue(models)
-        if time.monotonic() > deadline_s:
-            raise DeadlineExceeded(LATE)
-        try:
-            return function()
-        except Exception:
-            raise
-        except BaseException as error:  # on the event loop, it would end the server
-            raise request_error(error) from error
-
-    return call
 
 
 def is_large(body: object) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.popularity import HALF_LIFE_S
 from recserve.features.history.event_kinds import EventKinds
+from recserve.service.effects import Effects
 from recserve.service.model_loader import DTypeName
 from recserve.service.text.loader import LoadedText
 
@@ -32,7 +33,7 @@ class ServiceOptions:
             fail.
         event_types: Names of event types beside the built-in ones and those of the bundle.
         event_kinds: Kinds of event types, before those that the bundle was built with.
-        log_probs: Whether the items of answers have their log-probability, for a slate log.
+        effects: What slates, events and deletions change beside their answers.
         popular_half_life_s: Time in seconds after which an event counts half in the list `popular`.
     """
 
@@ -46,7 +47,7 @@ class ServiceOptions:
     history_timeout_ms: int | None = None
     event_types: tuple[str, ...] = ()
     event_kinds: EventKinds = EventKinds()
-    log_probs: bool = False
+    effects: Effects = Effects()
     popular_half_life_s: float = HALF_LIFE_S
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ class Prepared(Generic[A]):
         return Pending(engine.submit_all(self.queries), self.finish)
 
 
-def begin_all(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> list[Pending[A]]:
+def begin_prepared(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> list[Pending[A]]:
     """Submits the queries of all answers, or none. An error stays the answer that it is.
 
     Raises:

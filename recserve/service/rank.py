@@ -29,7 +29,7 @@ from recserve.service.pending import (
     ItemService,
     Pending,
     Prepared,
-    begin_all,
+    begin_prepared,
     earlier_deadline,
 )
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
@@ -68,7 +68,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
         self.scorers = scorers
         self._envelope = envelope
 
-    def begin_batch(
+    def begin_each(
         self,
         body: RankBatchRequest,
         request_id: str | None = None,
@@ -98,7 +98,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
                 answers.append(prepared)
             except ValueError as error:
                 answers.append(error)
-        return begin_all(self._engine, answers)
+        return begin_prepared(self._engine, answers)
 
     def _translate(self, call: ItemCall[RankRequest]) -> Prepared[RankResponse]:
         body, snapshot = call.body, call.snapshot

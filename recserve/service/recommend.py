@@ -41,7 +41,7 @@ from recserve.service.fields import check_fields, check_num_values
 from recserve.service.histories import Histories
 from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_all
+from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_prepared
 from recserve.service.prefixes import RecommenderPrefixBuilder
 from recserve.service.snapshot import LISTS, MAX_ABSENT, POPULAR, Snapshot
 
@@ -61,6 +61,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         outcomes: Names of the outcomes that the retriever was trained on.
         auto: What validation chose for `auto`, by column; empty without a calibration.
         chooser: Resolves the strategy `auto`.
+        log_probs: Whether the items of answers are `LoggedItem`.
         illegal_items: Number of excluded or missing items that the model has returned; must stay 0.
     """
 
@@ -74,7 +75,6 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         dense_weight: float,
         outcomes: tuple[str, ...],
         auto: Mapping[str, AutoSetting],
-        log_probs: bool = False,
     ) -> None:
         """Connects the parts that a recommend request needs.
 
@@ -86,7 +86,6 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             dense_weight: Weight of the dense head for requests that do not set one.
             outcomes: Names of the outcomes that the retriever was trained on.
             auto: What validation chose for `auto`, by column; empty without a calibration.
-            log_probs: Whether the items of answers are `LoggedItem`.
         """
         super().__init__(engine, catalog, histories)
         self.prefixes = prefixes
@@ -95,7 +94,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self.outcomes = outcomes
         self.chooser = StrategyChooser(engine.selectable)
         self.illegal_items = 0
-        self._log_probs = log_probs
+        self.log_probs = False
         self._envelope = envelope
 
     def check_model(self) -> None:
@@ -106,7 +105,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 f"--bundle BUNDLE, or ask for strategy {' or '.join(LISTS)}"
             )
 
-    def begin_batch(
+    def begin_all(
         self, bodies: Sequence[RecommendRequest], request_id: str, deadline_s: float | None = None
     ) -> list[Pending[RecommendResponse]]:
         """Starts several recommendations, all or none.
@@ -120,7 +119,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             Exception: As in `begin`, for any of the requests.
         """
         check_num_values((body.k, len(body.fields)) for body in bodies)
-        return begin_all(
+        return begin_prepared(
             self._engine,
             [
                 self._prepare(body, f"{request_id}.{index}"[-128:], deadline_s)
@@ -171,7 +170,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             allowed=builder.allowed,
             caps=builder.caps,
             explain=body.explain,
-            log_probs=self._log_probs,
+            log_probs=self.log_probs,
             deadline_s=call.deadline_s,
         )
         queries = [query]
@@ -238,6 +237,20 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         chosen = self.auto["filtered" if body.exclude.seen else "kept"]
         return chosen if chosen.strategy in self._engine.selectable else None
 
+    def without_clock(self, body: RecommendRequest) -> RecommendRequest:
+        """Returns a request whose strategy does not follow from measured times.
+
+        `auto` means what validation chose, or else `beam` where it is available.
+        """
+        chosen = self.auto_setting(body)
+        if chosen is not None:
+            body = structs.replace(body, strategy=chosen.strategy)
+            if strategy_classes()[chosen.strategy].dense_weight == "used":
+                body = structs.replace(body, dense_weight=chosen.dense_weight)
+        elif body.strategy == AUTO and body.outcome is None and BEAM in self._engine.selectable:
+            body = structs.replace(body, strategy=BEAM)
+        return body
+
     def _outcome(self, weights: dict[str, float] | None, strategy: str) -> np.ndarray | None:
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""
         if weights is None:
@@ -301,7 +314,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if slate is not None and filled.size and not rows.size:
             degraded = [*degraded, "no_model_items"]
         items = builder.items(rows, scores, filled)
-        if self._log_probs:
+        if self.log_probs:
             items = _with_log_probs(items, np.concatenate([rows, filled]), results)
         return RecommendResponse(
             items=items,

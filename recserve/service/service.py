@@ -56,6 +56,7 @@ from recserve.schemas.items import (
 from recserve.schemas.shorthand import AnyId, check_body, check_id
 from recserve.service.attribution import Envelope, Signer
 from recserve.service.auto_strategy import read_auto
+from recserve.service.effects import Effects
 from recserve.service.errors import ServiceClosed, UnknownModel
 from recserve.service.event_types import EventTypes
 from recserve.service.histories import Histories
@@ -93,6 +94,7 @@ class Service:
     Attributes:
         engine: Runs the requests of all models on its own thread.
         device: Device of the models.
+        effects: What slates, events and deletions change beside their answers.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Service:
         recommender: RecommendService | None = None,
         ranker: RankService | None = None,
         signer: Signer | None = None,
+        effects: Effects = Effects(),  # noqa: B008 (it is frozen)
     ) -> None:
         """Joins parts that are open; `Service.open` and `Service.of_text` open them.
 
@@ -122,12 +125,14 @@ class Service:
             recommender: Answers recommend requests; None without a bundle.
             ranker: Answers rank requests; None if no model of the bundle can rank.
             signer: Signs attribution tokens.
+            effects: What slates, events and deletions change beside their answers.
         """
         self.engine = engine
         self.device = device
         self._bundle, self._networks = bundle, networks or EngineModels()
         self._catalog, self._histories, self._signer = catalog, histories, signer
         self._recommender, self._ranker = recommender, ranker
+        self.set_effects(effects)
         self._text: TextService | None = None
         if text is not None:
             context = min(text.context, engine.token_capacity("text"))
@@ -210,7 +215,6 @@ class Service:
                 dense_weight=bundle.manifest.dense_weight,
                 outcomes=() if retriever is None else retriever.config.outcomes,
                 auto=read_auto(bundle.manifest.recommender),
-                log_probs=options.log_probs,
             )
             ranker = None
             if scorers := _make_scorers(networks, item_prefixes, ranker_prefixes):
@@ -226,6 +230,7 @@ class Service:
                 recommender=recommender,
                 ranker=ranker,
                 signer=signer,
+                effects=options.effects,
             )
             catalog.open_tools()
             bundle.check_unchanged()  # before the journal and the store are written
@@ -345,7 +350,8 @@ class Service:
         """
         checked = check_body(body, RecommendRequest)
         deadline_s = earlier_deadline(checked.timeout_ms)
-        return self.recommender.begin(checked, deadline_s=deadline_s).wait()
+        answer = self.recommender.begin(checked, deadline_s=deadline_s).wait()
+        return self.show(checked, answer)
 
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `recommend`."""
@@ -354,7 +360,7 @@ class Service:
 
     def add_events(self, body: EventsRequest | Fields) -> EventsResponse:
         """Stores events and corrections. Raises StoreUnavailable or InvalidRequest."""
-        return self.histories.add(check_body(body, EventsRequest))
+        return self.store_events(check_body(body, EventsRequest))
 
     def event_types(self) -> EventTypesResponse:
         """Returns the names of the event types that events may have. Raises UnknownModel."""
@@ -368,11 +374,33 @@ class Service:
         return self.histories.list_events(check_id("user_id", user_id))
 
     def delete_user(self, user_id: AnyId) -> None:
-        """Removes a user from the history store and from the caches.
+        """Removes a user from the history store, the caches and the slate log.
 
-        Raises StoreUnavailable or InvalidRequest.
+        Raises StoreUnavailable, InvalidRequest, or OSError if a row of the log may be left.
         """
-        self.histories.delete(check_id("user_id", user_id))
+        self.forget_user(check_id("user_id", user_id))
+
+    def set_effects(self, effects: Effects) -> None:
+        """Sets what slates, events and deletions change, before the first request."""
+        self.effects = effects
+        if self._recommender is not None:
+            self._recommender.log_probs = effects.slate_log is not None
+
+    def show(
+        self, body: RecommendRequest, answer: RecommendResponse, tracked: bool = True
+    ) -> RecommendResponse:
+        """Returns the slate that a user sees; see `Effects.show`."""
+        return self.effects.show(body.user, answer, self.signer, tracked)
+
+    def store_events(self, body: EventsRequest, tracked: bool = True) -> EventsResponse:
+        """Stores checked events, with their effects. `tracked`: whether they are of users."""
+        stored = self.histories.add(body, popular=tracked)
+        return self.effects.attribute(body, stored, self.signer, tracked)
+
+    def forget_user(self, user_id: str) -> None:
+        """Removes a user whose id is checked. Raises as `delete_user`."""
+        self.histories.delete(user_id)
+        self.effects.forget(user_id, self.signer)
 
     def item(self, item_id: AnyId) -> ItemResponse:
         """Returns one item of the catalogue. Raises UnknownItem."""

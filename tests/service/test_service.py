@@ -370,7 +370,7 @@ def test_a_number_that_would_overflow_in_the_ranker_is_refused(service, user, id
 def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
     one = RankRequest(user=UserRef(id=user), candidates=[Candidate(item_id=i) for i in ids[:4]])
     bad = RankRequest(user=UserRef(id=user), candidates=one.candidates, scorer="dice")
-    works = service.ranker.begin_batch(RankBatchRequest(requests=[one, bad, one]), "batch")
+    works = service.ranker.begin_each(RankBatchRequest(requests=[one, bad, one]), "batch")
     assert works[0].wait().request_id == "batch.0"
     with pytest.raises(InvalidRequest, match="dice"):
         works[1].wait()

@@ -62,7 +62,7 @@ def test_each_ranking_of_a_batch_has_the_sooner_deadline(service, deadlines, of_
     batch = msgspec.convert({"requests": rows}, RankBatchRequest)
     before = time.monotonic()
     limit = None if of_batch_s is None else before + of_batch_s
-    pending = service.ranker.begin_batch(batch, deadline_s=limit)
+    pending = service.ranker.begin_each(batch, deadline_s=limit)
     after = time.monotonic()
     for one in pending:
         one.wait()

@@ -89,8 +89,8 @@ def begin_many(service, count: int, name: str):
         "scoring": lambda: texts.scores.begin_scoring(
             GenerativeScoringRequest(items=prompts, **labels)
         ),
-        "rank:batch": lambda: service.ranker.begin_batch(RankBatchRequest(requests=[rank] * count)),
-        "infer": lambda: service.recommender.begin_batch(
+        "rank:batch": lambda: service.ranker.begin_each(RankBatchRequest(requests=[rank] * count)),
+        "infer": lambda: service.recommender.begin_all(
             [RecommendRequest(history=HISTORY, k=3)] * count, "id"
         ),
     }

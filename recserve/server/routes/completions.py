@@ -24,13 +24,21 @@ B = TypeVar("B", bound=TextRequest)
 @handles(Api.complete)
 async def complete(context: RequestContext, body: CompletionRequest) -> Response:
     """Answers with continuations, whole or as a stream."""
-    return await context.state.write_texts(context, context.service.text.begin_completion, body)
+    return await _answer(context, context.service.text.begin_completion, body)
 
 
 @handles(Api.chat)
 async def chat(context: RequestContext, body: ChatRequest) -> Response:
     """Answers with the assistant's next turn, whole or as a stream."""
-    return await context.state.write_texts(context, context.service.text.begin_chat, body)
+    return await _answer(context, context.service.text.begin_chat, body)
+
+
+async def _answer(context: RequestContext, begin: BeginTexts[B], body: B) -> Response:
+    """Writes texts by the arm that is drawn for a request, if there are experiments."""
+    arms = context.state.arms
+    if arms is None or context.untracked:
+        return await write_texts(context, begin, body)
+    return await arms.write_texts(context, begin, body)
 
 
 async def write_texts(
@@ -61,7 +69,7 @@ async def write_texts(
 
     try:
         call = partial(begin, body, trace.request_id, deadline_s, listen)
-        work = await context.begin_text(call, deadline_s)
+        work = await context.prepare(call, deadline_s, context.state.threads.text)
     except Exception as error:
         on_end(error, 0)
         raise

@@ -24,7 +24,7 @@ async def embeddings(context: RequestContext, body: EmbeddingsRequest) -> Embedd
     """Answers with a vector per text, which is made on a thread."""
     deadline_s = context.deadline_s(body.timeout_ms)
     begin = partial(context.service.text.embeddings.begin, body, deadline_s)
-    work = await context.begin_text(begin, deadline_s)
+    work = await context.prepare(begin, deadline_s, context.state.threads.text)
     await context.wait(work.futures, deadline_s)
     return await on_thread(context.state.threads.text, work.wait, deadline_s)
 
@@ -34,7 +34,7 @@ async def tokenize(context: RequestContext, body: TokenizeRequest) -> TokenizeRe
     """Answers with tokens."""
     deadline_s = context.deadline_s(None)
     call = partial(context.service.text.embeddings.tokenize, body, deadline_s)
-    return await context.begin_text(call, deadline_s)
+    return await context.prepare(call, deadline_s, context.state.threads.text)
 
 
 @handles(Api.tokenizer_info)
@@ -47,4 +47,4 @@ async def tokenizer_info(context: RequestContext) -> TokenizerInfo:
 async def detokenize(context: RequestContext, body: DetokenizeRequest) -> DetokenizeResponse:
     """Answers with a text."""
     call = partial(context.service.text.embeddings.detokenize, body)
-    return await context.begin_text(call, context.deadline_s(None))
+    return await context.prepare(call, context.deadline_s(None), context.state.threads.text)

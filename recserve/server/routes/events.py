@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from msgspec import structs
-
 from recserve.schemas.api import Api
 from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import (
@@ -14,13 +12,12 @@ from recserve.schemas.events import (
 )
 from recserve.server.context import RequestContext
 from recserve.server.routing import handles
-from recserve.service.slate_log.records import verify_tokens
 
 
 @handles(Api.add_events)
 async def add_events(context: RequestContext, body: EventsRequest) -> EventsResponse:
     """Stores events, and logs the outcomes of slates."""
-    return await context.from_store(_add, context, body)
+    return await context.from_store(context.service.store_events, body, not context.untracked)
 
 
 @handles(Api.event_types)
@@ -44,35 +41,4 @@ async def history(context: RequestContext, user_id: str) -> HistoryResponse:
 @handles(Api.delete_user)
 async def delete_user(context: RequestContext, user_id: str) -> None:
     """Forgets a user."""
-    await context.from_store(_delete, context, user_id)
-
-
-def _add(context: RequestContext, body: EventsRequest) -> EventsResponse:
-    service, slates = context.service, context.state.slate_log
-    experiments = context.state.experiments
-    answer = service.histories.add(body, popular=not context.untracked)
-    if all(event.attribution_token is None for event in body.events):
-        return answer
-    refused = {rejection.index for rejection in answer.rejected}
-    users = "none" if slates is None else slates.settings.users
-    outcomes, wrong = verify_tokens(body.events, refused, service.signer, users)
-    for outcome in () if context.untracked else outcomes:
-        if slates is not None:
-            slates.outcome(outcome)
-        if experiments is not None:
-            said, event = outcome.attribution, outcome.event
-            unit = event.user_id if said.user else said.request_id
-            key = f"{outcome.token_id} {event.item_id}"
-            kind = event.type or "event"
-            arm = said.arm
-            if said.interleaved:
-                arm = experiments.team(said.experiment, outcome.team)
-            experiments.count_event(said.experiment, arm, unit, kind, key)
-    return structs.replace(answer, unattributed=wrong) if wrong else answer
-
-
-def _delete(context: RequestContext, user_id: str) -> None:
-    service = context.service
-    service.histories.delete(user_id)
-    if context.state.slate_log is not None:
-        context.state.slate_log.forget(user_id, service.signer)
+    await context.from_store(context.service.forget_user, user_id)

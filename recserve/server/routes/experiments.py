@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 @handles(Api.experiments)
 def experiments(context: RequestContext) -> ExperimentsResponse:
     """Answers with all experiments. Its first call imports scipy, so it runs on a thread."""
-    found = context.state.experiments
-    return ExperimentsResponse(experiments=[]) if found is None else found.describe()
+    arms = context.state.arms
+    return ExperimentsResponse(experiments=[]) if arms is None else arms.experiments.describe()
 
 
 @handles(Api.stop_experiment)
@@ -42,7 +42,7 @@ def start_experiment(context: RequestContext, name: str) -> ExperimentStatus:
 
 def _find(context: RequestContext, name: str) -> Experiment:
     """Returns an experiment by name. Raises UnknownExperiment."""
-    found = context.state.experiments
-    if found is None:
+    arms = context.state.arms
+    if arms is None:
         raise UnknownExperiment(f"experiments of this server: none; got {name[:80]!r}")
-    return found.find(name)
+    return arms.experiments.find(name)

@@ -156,11 +156,14 @@ def _is_long(body: InferRequest) -> bool:
 async def _slates(context: RequestContext, body: InferRequest) -> Answered:
     requests = await context.compute(partial(slate_requests, body), _is_long(body))
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
-    works = await context.begin(context.service.recommender.begin_batch, requests, deadline_s)
-    large = is_large(requests)
-    found = await context.gather(works, deadline_s, large)
+    service, request_id = context.service, context.trace.request_id
+    submit = partial(service.recommender.begin_all, requests, request_id, deadline_s)
+    found = await context.answer_all(service.recommender, requests, submit, deadline_s)
     answers = [context.record(outcome) for outcome in found]
-    tensors = await context.compute(partial(slate_tensors, requests, answers), large)
+    tracked = not context.untracked
+    shown = [service.show(*pair, tracked) for pair in zip(requests, answers, strict=True)]
+    write = partial(slate_tensors, requests, shown)
+    tensors = await context.compute(write, is_large(requests))
     return answers[0].model_version, tensors
 
 
@@ -169,12 +172,12 @@ async def _rankings(context: RequestContext, body: InferRequest) -> Answered:
     requests, candidates = await context.compute(read, _is_long(body))
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
-    works = await context.begin(context.service.ranker.begin_batch, batch, deadline_s)
-    large = is_large(batch)
-    found = await context.gather(works, deadline_s, large)
+    ranker = context.service.ranker
+    submit = partial(ranker.begin_each, batch, context.trace.request_id, deadline_s)
+    found = await context.answer_all(ranker, requests, submit, deadline_s)
     answers: list[RankResponse] = [context.record(one) for one in found]
     write = partial(ranking_tensors, requests, answers, candidates)
-    return answers[0].model_version, await context.compute(write, large)
+    return answers[0].model_version, await context.compute(write, is_large(batch))
 
 
 def _serving(context: RequestContext, name: str) -> Service:

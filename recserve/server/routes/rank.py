@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.responses import Response
 
 from recserve.schemas.api import Api
@@ -21,17 +23,16 @@ from recserve.server.threads import is_large
 @handles(Api.rank)
 async def rank(context: RequestContext, body: RankRequest) -> RankResponse:
     """Answers with a ranking."""
-    return await context.state.answer_items(context, context.service.ranker.begin, body)
+    return await context.answer(context.service.ranker, body)
 
 
 @handles(Api.rank_batch)
 async def rank_batch(context: RequestContext, body: RankBatchRequest) -> Response:
     """Answers with several rankings; those of many candidates are written on a thread."""
     deadline_s = context.deadline_s(body.timeout_ms)
-    works = await context.begin(context.service.ranker.begin_batch, body, deadline_s)
-    large = is_large(body)
-    found = await context.gather(works, deadline_s, large)
-    trace = context.trace
+    ranker, trace = context.service.ranker, context.trace
+    submit = partial(ranker.begin_each, body, trace.request_id, deadline_s)
+    found = await context.answer_all(ranker, body.requests, submit, deadline_s)
     for outcome in found:
         if not isinstance(outcome, Exception):
             trace.degraded.extend(outcome.degraded)
@@ -45,4 +46,4 @@ async def rank_batch(context: RequestContext, body: RankBatchRequest) -> Respons
         ]
         return json_response(RankBatchResponse(request_id=trace.request_id, results=results))
 
-    return await context.compute(answer, large)
+    return await context.compute(answer, is_large(body))

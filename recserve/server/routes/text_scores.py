@@ -49,6 +49,6 @@ async def _rerank(context: RequestContext, body: RerankRequest, version: str) ->
 
 
 async def _answer(context: RequestContext, deadline_s: float, begin: Callable[[], Pending[A]]) -> A:
-    work = await context.begin_text(begin, deadline_s)
+    work = await context.prepare(begin, deadline_s, context.state.threads.text)
     await context.wait(work.futures, deadline_s)
     return work.wait()

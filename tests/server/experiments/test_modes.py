@@ -198,5 +198,5 @@ def test_a_shadow_copy_does_not_run_on_a_replaced_service():
     """The caches of a replaced service are empty, and stay so."""
     state = SimpleNamespace(lifecycle=SimpleNamespace(service="new"), default_timeout_ms=100)
     context = SimpleNamespace(state=state, service="old")
-    request = _ItemRequest(None, context, None, None, 0.0)
+    request = _ItemRequest(None, context, None, None, "r", 0.0)
     asyncio.run(request.copy(SimpleNamespace(arms=[None, None]), []))

@@ -76,7 +76,7 @@ def ask(door, service, client, body):
     if door == "python":
         return [item.item_id for item in service.recommend(body).items]
     if door == "batch":
-        (pending,) = service.recommender.begin_batch([check_body(body, RecommendRequest)], "r")
+        (pending,) = service.recommender.begin_all([check_body(body, RecommendRequest)], "r")
         return [item.item_id for item in pending.wait().items]
     if door == "http":
         answer = client.post("/v1/recommend", json=body)
