@@ -18,71 +18,46 @@ RANK = msgspec.json.Decoder(RankRequest)
 
 
 @pytest.mark.parametrize(
-    "raw, param, words",
+    "decoder, raw, param, words",
     [
-        ('{"k": 5000}', "k", ("1000", "5000")),
-        ('{"k": 0}', "k", (">= 1", "got 0")),
-        ('{"k": "x"}', "k", ("int", "str")),
-        ('{"beam_width": 1001}', "beam_width", ("1000", "1001")),
-        ('{"bean_width": 5}', "bean_width", ("did you mean beam_width",)),
-        ('{"exclude": {"sen": true}}', "exclude.sen", ("did you mean seen",)),
-        ('{"exclude": {"beam_widht": 1}}', "exclude.beam_widht", ("fields are item_ids, seen",)),
-        ('{"exclude": {"seen_within_s": 0}}', "exclude.seen_within_s", ("> 0", "got 0")),
-        ('{"user": {}}', "user.id", ("required",)),
-        ('{"user": {"id": ""}}', "user.id", (">= 1", 'got ""')),
-        ('{"history": ["a", "%s"]}' % ("b" * 300), "history[1]", ("256", "length 300")),
-        ('{"timeout_ms": 0}', "timeout_ms", ("got 0",)),
-        ('{"request_id": "a b"}', "request_id", ("expected 1 to 128 of A-Z", 'got "a b"')),
-        ('{"outcome": "click"}', "outcome", ("null",)),
-        ('{"outcome": {"a": 1, "b": 0, "c": 1}}', "outcome.b", ("> 0", "got 0")),
-        ('{"outcome": {"a": 1, "": 1}}', "outcome", ("invalid key", ">= 1", 'got ""')),
-        ('{"outcome": {"a": 0}, "k": 0}', "outcome.a", ("> 0", "got 0")),
-        ("[]", None, ("object", "array")),
-        ('{"filter":' + '{"not":' * 50_000 + "1" + "}" * 50_001, None, ("too deep",)),
-    ],
-)
-def test_recommend_body_names_field_bound_and_value(raw, param, words):
-    with pytest.raises(InvalidRequest) as caught:
-        decode(RECOMMEND, raw.encode())
-    assert caught.value.param == param
-    for word in words:
-        assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "raw, param, words",
-    [
-        ('{"candidates": []}', "candidates", (">= 1", "length 0")),
-        ("{}", "candidates", ("required",)),
-        ('{"candidates": [{"item_id": "a"}, {"id": "a"}]}', "candidates[1].id", ("item_id",)),
         (
-            '{"candidates": [{"item_id": "a", "shown_at": "2026-01-01T00:00:00"}]}',
-            "candidates[0].shown_at",
-            ("timezone", "2026-01-01T00:00:00"),
+            RECOMMEND,
+            '{"exclude": {"beam_widht": 1}}',
+            "exclude.beam_widht",
+            "fields are item_ids, seen",
         ),
+        (RECOMMEND, '{"outcome": {"a": 1, "b": 0, "c": 1}}', "outcome.b", "> 0"),
+        (RECOMMEND, '{"outcome": {"a": 1, "": 1}}', "outcome", "invalid key"),
+        (RECOMMEND, '{"outcome": {"a": 0}, "k": 0}', "outcome.a", "got 0"),
+        (RECOMMEND, '{"filter":' + '{"not":' * 50_000 + "1" + "}" * 50_001, None, "too deep"),
+        (RANK, '{"candidates": [{"item_id": "a"}, {"id": "a"}]}', "candidates[1].id", "item_id"),
         (
+            RANK,
             '{"candidates": [{"item_id": "a", "features": {"x": 1}},'
             ' {"item_id": "b", "features": {"x": 1, "y": "2"}}]}',
             "candidates[1].features.y",
-            ("float", "str"),
-        ),
-        (
-            '{"candidates": [' + ",".join(['{"item_id": "a"}'] * 4097) + "]}",
-            "candidates",
-            ("4096", "4097"),
+            "float",
         ),
     ],
 )
-def test_rank_body_names_field_bound_and_value(raw, param, words):
-    with pytest.raises(InvalidRequest) as caught:
-        decode(RANK, raw.encode())
+def test_a_body_names_field_bound_and_value(decoder, raw, param, words):
+    """Other fields and values are those of the recorded requests."""
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        decode(decoder, raw.encode())
     assert caught.value.param == param
-    for word in words:
-        assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b'{"k": 1} x', b'{"k": NaN}', b'{"strategy": "\xff"}'])
+NOT_JSON = (
+    *(b"", b"{", b'{"k": 1} x', b'{"k": NaN}', b'{"strategy": "\xff"}'),
+    *(b'{"k": "x", "strategy": "\xff"}', b'{"k": 0, "k\xa9": 1}'),
+)
+
+
+@pytest.mark.parametrize(
+    "raw", [*NOT_JSON, b'{"k": "x", "strategy": "\xff"}', b'{"k": 0, "k\xa9": 1}']
+)
 def test_what_is_not_json_is_malformed(raw):
+    """Whatever else is wrong with its fields."""
     with pytest.raises(MalformedBody):
         decode(RECOMMEND, raw)
 

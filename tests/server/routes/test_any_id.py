@@ -65,15 +65,6 @@ def test_an_item_that_was_put_is_read_and_hidden(client, item_id):
         )
 
 
-@pytest.mark.parametrize("user_id", ["x" * 257, "😀" * 256, ""])
-def test_a_user_who_could_not_be_deleted_is_not_stored(client, user_id):
-    item = client.get("/playground/samples").json()["items"][0]
-    said = client.post("/v1/events", json={"events": [{"user_id": user_id, "item_id": item}]})
-    assert said.json()["accepted"] == 0 and len(said.json()["rejected"]) == 1
-    asked = client.post("/v1/recommend", json={"user": {"id": user_id}, "k": 3})
-    assert asked.status_code == 422
-
-
 def test_a_lone_surrogate_is_refused(client):
     body = b'{"events": [{"user_id": "\\ud800", "item_id": "x"}]}'
     said = httpx.post(f"{client.base_url}/v1/events", content=body)

@@ -69,24 +69,3 @@ def test_a_slash_that_belongs_to_an_id_is_percent_encoded(client):
 
 def test_a_history_url_with_a_slash_at_its_end_deletes_nobody(client):
     assert client.delete("/v1/users/ann/history/").status_code == 404
-
-
-@pytest.mark.parametrize(
-    "method, path, allow",
-    [
-        ("POST", "/v1/items/x", "GET, HEAD, DELETE"),
-        ("POST", "/v1/items/x/y", "GET, HEAD, DELETE"),
-        ("DELETE", "/v1/items", "GET, HEAD, PUT"),
-        ("DELETE", "/v1/recommend", "POST"),
-        ("GET", "/v1/items:rollback", "POST"),
-        ("GET", "/v1/users/ann", "DELETE"),
-        ("POST", "/v1/models/x", "GET, HEAD"),
-        ("POST", "/version", "GET, HEAD"),
-    ],
-)
-def test_allow_names_every_method_of_the_path(client, method, path, allow):
-    answer = client.request(method, path)
-    assert (answer.status_code, answer.headers["allow"]) == (405, allow)
-    error = answer.json()["error"]
-    assert error["code"] == "method_not_allowed"
-    assert error["message"] == f"wrong method; this route takes {allow}"

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import re
-import time
 
 import openai
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from recserve.schemas.api import OPERATIONS
 from tests.support.live_server import live
 from tests.support.raw_http import connect
-from tests.support.scripted_text import BEGIN, CONTEXT, END, scripted
+from tests.support.scripted_text import BEGIN, END, scripted
 from tests.support.waiting import until
 
 STORY = "Zoë paid 3 € for a 👩‍👩‍👧 cake.\n\nUser: more"
@@ -57,22 +56,6 @@ ASK = {"model": "toy", "prompt": "a", "max_tokens": 150}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
 
 
-def test_a_completion(client, engine):
-    answer = client.completions.create(**ASK)
-    assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
-    assert answer.model == "toy" and abs(answer.created - time.time()) < 60
-    (choice,) = answer.choices
-    assert (choice.text, choice.index, choice.finish_reason) == (STORY, 0, "stop")
-    written = len(STORY.encode())
-    usage = answer.usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
-        *(1, written),
-        written + 1,
-    )
-    assert engine.requests[0].prompt.tolist() == client_encoding("a")
-    assert engine.requests[0].params.stop_token_ids == (END,)
-
-
 def client_encoding(text):
     from tokenizers import pre_tokenizers
 
@@ -80,17 +63,6 @@ def client_encoding(text):
     spell = {c: n for n, c in enumerate(alphabet)}
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
     return [spell[c] for piece, _ in pieces for c in piece]
-
-
-def test_a_stream_of_a_completion_never_shows_half_a_character(client):
-    chunks = list(client.completions.create(**ASK, stream=True))
-    texts = [chunk.choices[0].text for chunk in chunks]
-    assert "".join(texts) == STORY and "�" not in STORY
-    assert not any("�" in text for text in texts) and len(texts) > 10
-    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert all(chunk.usage is None for chunk in chunks)
 
 
 def test_a_chat(client, engine):
@@ -106,21 +78,6 @@ def test_a_chat(client, engine):
     assert engine.requests[0].prompt.tolist() == [BEGIN, *client_encoding(prompt)]
     assert answer.usage.prompt_tokens == 1 + len(prompt)
     assert answer.usage.prompt_tokens_details.cached_tokens == (1 + len(prompt)) // 2
-
-
-def test_a_stream_of_a_chat_with_usage(client):
-    stream = client.chat.completions.create(
-        **CHAT, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = list(stream)
-    *pieces, counts = chunks
-    assert pieces[0].choices[0].delta.role == "assistant"
-    assert all(piece.choices[0].delta.role is None for piece in pieces[1:])
-    assert "".join(piece.choices[0].delta.content for piece in pieces) == STORY
-    assert [piece.choices[0].finish_reason for piece in pieces[-2:]] == [None, "stop"]
-    assert counts.choices == [] and counts.usage.completion_tokens == len(STORY.encode())
-    assert all(chunk.usage is None for chunk in pieces)
-    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -175,15 +132,6 @@ def test_invalid_fields_have_the_status_that_clients_of_the_route_know(server):
         if row.body is not None and not row.admin and not row.parameters:
             answer = server.request(row.method, row.path, json={"no_such_field": 1})
             assert answer.status_code == (400 if name in text else 422), (name, answer.text)
-
-
-def test_all_wrong_keys_of_logit_bias_are_named(client):
-    """A client mends them in one go."""
-    for bias in ({"x": 1, "1": 1, "-2": 1, "01": 1}, {"999": 1, "998": 1, "3": 1}):
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(**ASK, logit_bias=bias)
-        wrong = ["x", "-2", "01"] if "x" in bias else ["999", "998"]
-        assert all(key in caught.value.body["message"] for key in wrong)
 
 
 def test_the_async_client(server, engine):
@@ -242,45 +190,6 @@ def test_several_texts_and_prompts(client, engine):
     assert answer.usage.prompt_tokens == len("seedshort")
     free = client.completions.create(model="toy", prompt="seed", n=2, max_tokens=60)
     assert len({choice.text for choice in free.choices}) == 2
-
-
-def test_several_texts_in_a_stream(client):
-    stream = client.chat.completions.create(
-        **CHAT, n=3, stream=True, stream_options={"include_usage": True}
-    )
-    texts, roles, ends = {}, [], 0
-    for chunk in stream:
-        for choice in chunk.choices:
-            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
-            roles += [choice.index] * (choice.delta.role is not None)
-            ends += choice.finish_reason is not None
-    assert texts == dict.fromkeys(range(3), STORY) and sorted(roles) == [0, 1, 2] and ends == 3
-    assert chunk.usage.completion_tokens == 3 * len(STORY.encode())
-
-
-def test_token_prompts_and_echo(client, engine):
-    tokens = [BEGIN, *client_encoding("né")]
-    answer = client.completions.create(model="toy", prompt=tokens, echo=True, max_tokens=4)
-    assert answer.choices[0].text == "néZoë"
-    assert engine.requests[0].prompt.tolist() == tokens
-    two = client.completions.create(model="toy", prompt=[tokens, tokens], echo=True, max_tokens=4)
-    assert [choice.text for choice in two.choices] == ["néZoë"] * 2
-    stream = client.completions.create(
-        model="toy", prompt="short", echo=True, max_tokens=4, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in stream) == "shortyes"
-
-
-def test_logprobs_of_a_completion(client):
-    answer = client.completions.create(**{**ASK, "max_tokens": 5}, logprobs=3)
-    said = answer.choices[0].logprobs
-    assert said.tokens == ["Z", "o", "\\xc3", "\\xab", " "]
-    assert said.text_offset == [0, 1, 2, 2, 3]
-    assert said.token_logprobs == [-1.5] * 5
-    assert said.top_logprobs[1] == {"#": -0.5, "o": -1.5, "?": -2.5}
-    none = client.completions.create(**{**ASK, "max_tokens": 2}, logprobs=0).choices[0].logprobs
-    assert none.top_logprobs == [{"Z": -1.5}, {"o": -1.5}]
-    assert client.completions.create(**ASK).choices[0].logprobs is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -355,142 +264,6 @@ def test_unknown_fields_inside_a_turn_are_ignored(server, engine):
     assert engine.requests[0].prompt.tolist() == engine.requests[1].prompt.tolist()
     refused = server.post("/v1/chat/completions", json={"messages": turns, "cache_control": {}})
     assert refused.json()["error"]["code"] == "unknown_field"
-
-
-def test_template_settings(client, engine):
-    client.chat.completions.create(**CHAT, extra_body={"chat_template_kwargs": {"loud": True}})
-    assert engine.requests[0].prompt.tolist()[-14:] == client_encoding("LOUDassistant:")
-
-
-def test_the_figures_of_drafting(client, server):
-    drafted = {"speculation": {"drafter": "ngram", "verifier": "typical"}}
-    answer = client.chat.completions.create(**CHAT, extra_body=drafted)
-    said = answer.model_extra["metrics"]["speculative_decoding"]
-    assert (said["drafter"], said["verifier"], said["exact"]) == ("ngram", "typical", False)
-    steps, tokens = said["num_drafts"], answer.usage.completion_tokens
-    assert said["num_accepted_tokens"] == tokens - steps and said["num_draft_tokens"] == 4 * steps
-    assert said["mean_acceptance_length"] == pytest.approx(tokens / steps)
-    assert said["draft_acceptance_rate"] == pytest.approx((tokens - steps) / (4 * steps))
-    assert sum(said["per_position"]) == tokens - steps and len(said["per_position"]) == 2
-    plain = client.chat.completions.create(**CHAT)
-    assert plain.model_extra["metrics"] == {"speculative_decoding": None}
-    chunks = list(client.chat.completions.create(**CHAT, stream=True, extra_body=drafted))
-    assert chunks[-1].model_extra["metrics"]["speculative_decoding"]["num_drafts"] == steps
-    assert all("metrics" not in chunk.model_extra for chunk in chunks[:-1])
-    page = server.get("/metrics").text
-    counted = re.search(r'recserve_spec_drafts_total\{drafter="ngram"\} (\d+)', page)
-    assert counted and int(counted[1]) >= 2 * steps
-    assert 'accepted_per_position_total{drafter="ngram",position="1"}' in page
-    assert re.search(r'recserve_text_tokens_total\{kind="completion"\} [1-9]', page)
-    assert re.search(r"recserve_first_token_seconds_count [1-9]", page)
-
-
-def test_models(client):
-    listed = client.models.list().data
-    assert [(model.id, model.object) for model in listed] == [("toy", "model")]
-    assert listed[0].model_extra["recserve"]["drafters"] == ["none", "ngram", "medusa"]
-    assert client.models.retrieve("toy").model_extra["max_model_len"] == CONTEXT
-    with pytest.raises(openai.NotFoundError, match="'toy'"):
-        client.models.retrieve("gpt")
-
-
-@pytest.mark.parametrize(
-    "changed, kind, code, param",
-    [
-        ({"model": "gpt"}, openai.NotFoundError, "unknown_model", None),
-        (
-            {"max_tokens": CONTEXT},
-            openai.BadRequestError,
-            "context_length_exceeded",
-            "max_tokens",
-        ),
-        (
-            {"prompt": "x" * CONTEXT},
-            openai.BadRequestError,
-            "context_length_exceeded",
-            "prompt",
-        ),
-        ({"prompt": ""}, openai.BadRequestError, "out_of_range", "prompt"),
-        ({"prompt": [300]}, openai.BadRequestError, "out_of_range", "prompt[0]"),
-        ({"prompt": ["a", 3]}, openai.BadRequestError, "out_of_range", "prompt"),
-        ({"prompt": ["a"] * 9, "n": 16}, openai.BadRequestError, "out_of_range", "prompt"),
-        ({"n": 17}, openai.BadRequestError, "out_of_range", "n"),
-        ({"temperature": 3}, openai.BadRequestError, "out_of_range", "temperature"),
-        (
-            {"logit_bias": {"999": 1}},
-            openai.BadRequestError,
-            "out_of_range",
-            "logit_bias.999",
-        ),
-        ({"best_of": 2}, openai.BadRequestError, "unsupported", "best_of"),
-        ({"suffix": "z"}, openai.BadRequestError, "unsupported", "suffix"),
-        ({"stop": [""]}, openai.BadRequestError, "out_of_range", "stop[0]"),
-        (
-            {"extra_body": {"min_tokens": 151}},
-            openai.BadRequestError,
-            "out_of_range",
-            "min_tokens",
-        ),
-        (
-            {"extra_body": {"tempature": 1}},
-            openai.BadRequestError,
-            "unknown_field",
-            "tempature",
-        ),
-        (
-            {"extra_body": {"speculation": {"drafter": "eagle"}}},
-            openai.BadRequestError,
-            "out_of_range",
-            "speculation.drafter",
-        ),
-        (
-            {"extra_body": {"speculation": {"drafter": "ngram", "tree": [[0]]}}},
-            openai.BadRequestError,
-            "out_of_range",
-            "speculation",
-        ),
-        (
-            {"extra_body": {"speculation": {"verifier": "greedy"}}},
-            openai.BadRequestError,
-            "out_of_range",
-            "speculation.verifier",
-        ),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_refusals_name_the_field(client, engine, changed, kind, code, param, stream):
-    with pytest.raises(kind) as caught:
-        client.completions.create(**{**ASK, **changed}, stream=stream)
-    error = caught.value
-    assert (error.code, error.param) == (code, param)
-    assert param is None or param in error.message or code == "context_length_exceeded"
-    assert engine.requests == []
-
-
-@pytest.mark.parametrize(
-    "changed, param",
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "", "content": "x"}]}, "messages[0]"),
-    ],
-)
-def test_refusals_of_a_chat(client, changed, param):
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{**CHAT, **changed})
-    assert caught.value.param.startswith(param)
-
-
-def test_fields_that_ask_for_nothing_are_taken(client):
-    harmless = {
-        **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
-        **{"store": False, "service_tier": "auto", "parallel_tool_calls": True},
-        **{"metadata": {"a": "b"}, "modalities": ["text"], "stop": None, "logit_bias": None},
-    }
-    assert client.chat.completions.create(**CHAT, **harmless).choices[0].finish_reason == "stop"
 
 
 def test_a_full_queue_and_a_passed_deadline(client, engine):
@@ -596,50 +369,6 @@ def test_a_client_that_leaves_ends_its_texts(server, client, engine):
     until(lambda: server.app.state.lifecycle.in_flight == 0)
 
 
-def test_an_async_client_that_cancels(server, engine):
-    engine.hold.set()
-    before = engine.cancelled
-
-    async def leave(client):
-        task = asyncio.ensure_future(client.chat.completions.create(**CHAT))
-        while not engine.requests:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    run_async(server, leave)
-    until(lambda: engine.cancelled == before + 1)
-
-
-def test_an_async_client_that_leaves_a_stream(server, engine):
-    engine.hold.set()
-    before = engine.cancelled
-
-    async def leave(client):
-        async with await client.completions.create(**ASK, stream=True) as stream:
-            async for chunk in stream:
-                assert chunk.choices[0].text == "Z"
-                break
-
-    run_async(server, leave)
-    until(lambda: engine.cancelled == before + 1)
-
-
-def test_a_server_without_a_bundle_says_so(server):
-    for method, path, body in (
-        ("POST", "/v1/recommend", {"history": ["a"]}),
-        ("POST", "/v1/rank", {"history": ["a"], "candidates": [{"item_id": "b"}]}),
-        ("GET", "/v1/items/a", None),
-    ):
-        answer = server.request(method, path, json=body)
-        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_model"
-        assert "--bundle" in answer.json()["error"]["message"]
-    assert server.get("/version").json().keys() == {"version", "kernels"}
-    assert server.get("/playground/samples").json() == {"users": [], "items": []}
-    assert "recserve_kv_pages" in server.get("/metrics").text
-
-
 def test_a_model_without_a_template_says_so(tmp_path):
     with live(scripted(tmp_path, script, template=False)) as server:
         answer = server.post("/v1/chat/completions", json=CHAT)
@@ -695,10 +424,3 @@ def test_a_stream_names_the_source_of_each_token(server, chat, drafter, source):
     counts = chunks[-1]["metrics"]["speculative_decoding"]
     assert {token["source"] for token in tokens} == {"target"} | source
     assert len(drafted) == (counts["num_accepted_tokens"] if counts else 0)
-
-
-def test_a_stream_has_no_token_sources_unless_asked(server):
-    answer = server.post("/v1/completions", json={"prompt": "hi", "stream": True})
-    assert "token_sources" not in answer.text
-    wrong = {"prompt": "hi", "stream_options": {"include_token_sources": True}}
-    assert server.post("/v1/completions", json=wrong).status_code == 400

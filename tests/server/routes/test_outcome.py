@@ -50,16 +50,6 @@ def items(answer):
     return [item["item_id"] for item in answer["items"]]
 
 
-def test_dense_answers_without_a_round(client, user):
-    answer = ask(client, {**user, "strategy": "dense", "explain": True})
-    assert (answer["strategy"], answer["exact"], answer["rounds"]) == ("dense", False, 0)
-    assert len(set(items(answer))) == 12 and answer["degraded"] == []
-    assert answer["explanation"]["nodes"] == 0
-    scores = [item["score"] for item in answer["items"]]
-    assert scores == sorted(scores, reverse=True)
-    assert {item["source"] for item in answer["items"]} == {"model"}
-
-
 def test_an_outcome_moves_auto_to_dense_and_the_slate(client, user):
     click, save, default = (
         ask(client, {**user, "outcome": mix})
@@ -69,14 +59,6 @@ def test_an_outcome_moves_auto_to_dense_and_the_slate(client, user):
     assert items(click) != items(save)
     assert items(default) == items(ask(client, {**user, "strategy": "dense"}))
     assert ask(client, user)["strategy"] == "speculative"
-
-
-def test_filters_hold(client, user):
-    everything = items(ask(client, {**user, "k": 500, "strategy": "dense"}))
-    kept = everything[-3:]
-    body = {**user, "k": 5, "strategy": "dense", "filter": {"in": ["item_id", kept]}}
-    answer = ask(client, body)
-    assert items(answer) == kept and answer["degraded"] == ["fewer_than_k"]
 
 
 def test_specgr_scores_are_the_likelihoods(client, user):
@@ -89,40 +71,3 @@ def test_specgr_scores_are_the_likelihoods(client, user):
     ranked = client.post("/v1/rank", json=body).json()["items"]
     for item in ranked:
         assert item["scores"]["likelihood"] == pytest.approx(by_id[item["item_id"]], abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "message"),
-    [
-        ({"outcome": {"buy": 1}}, "outcome", "expected names from click, save, got 'buy'"),
-        ({"outcome": {"click": 0}}, "outcome.click", "> 0.0, got"),
-        ({"outcome": {"click": -1}}, "outcome.click", "> 0.0, got"),
-        ({"outcome": {"click": "much"}}, "outcome.click", "expected float, got str"),
-        ({"outcome": {}}, "outcome", "length >= 1"),
-        ({"outcome": "click"}, "outcome", "expected object | null, got str"),
-        ({"outcome": {"click": 1}, "strategy": "beam"}, "outcome", "only strategy 'dense'"),
-        (
-            {"outcome": {"click": 1}, "strategy": "specgr"},
-            "outcome",
-            "only strategy 'dense'",
-        ),
-        ({"dense_weight": 1, "strategy": "specgr"}, "dense_weight", "does not use it"),
-    ],
-)
-def test_what_is_refused(client, user, fields, param, message):
-    answer = client.post("/v1/recommend", json={**user, **fields})
-    assert answer.status_code == 422
-    error = answer.json()["error"]
-    assert error["param"] == param and message in error["message"], error
-
-
-def test_a_bundle_without_a_retriever_says_so(tmp_path):
-    with live(Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")) as client:
-        for fields, param in (
-            ({"outcome": {"click": 1}}, "outcome"),
-            ({"strategy": "dense"}, "strategy"),
-            ({"strategy": "specgr"}, "strategy"),
-        ):
-            body = {"history": ["x"], **fields}
-            answer = client.post("/v1/recommend", json=body)
-            assert answer.status_code == 422 and answer.json()["error"]["param"] == param

@@ -147,16 +147,6 @@ def test_equal_scores_stand_in_the_order_of_the_documents(server, monkeypatch, p
     assert [r["index"] for r in tied["results"]] == list(range(9))
 
 
-def test_an_instruction_and_a_cut_change_the_scores(server):
-    body = {"query": "toys?", "documents": ["red balls and green"]}
-    plain = server.post("/v1/rerank", json=body).json()["results"][0]["relevance_score"]
-    other = server.post("/v1/rerank", json={**body, "instruction": "Prefer cats"}).json()
-    assert other["results"][0]["relevance_score"] != plain
-    cut = server.post("/v1/rerank", json={**body, "max_tokens_per_doc": 3}).json()
-    short = server.post("/v1/rerank", json={**body, "documents": ["red"]}).json()
-    assert cut["results"][0]["relevance_score"] == short["results"][0]["relevance_score"]
-
-
 def test_a_document_cannot_end_its_turn(server, network):
     """`</s>` in a document is four characters; its four tokens count, the special one does not."""
     document = "</s>"
@@ -167,69 +157,6 @@ def test_a_document_cannot_end_its_turn(server, network):
     assert len(tokenizer.encode_literal(document)) == 4
     empty = server.post("/v1/rerank", json={**body, "documents": [""]}).json()
     assert answer["usage"]["prompt_tokens"] == empty["usage"]["prompt_tokens"] + 4
-
-
-@pytest.mark.parametrize(
-    "path, body, status, param",
-    [
-        ("/v1/rerank", {"query": "", "documents": ["a"]}, 400, "query"),
-        ("/v1/rerank", {"query": "q", "documents": []}, 400, "documents"),
-        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": -1}, 400, "top_n"),
-        ("/v1/rerank", {"query": "q", "documents": ["a"], "model": "other"}, 404, None),
-        ("/v1/rerank", {"query": "q", "documents": ["a", "b" * 900]}, 400, "documents[1]"),
-        (
-            "/v2/rerank",
-            {"query": "q", "documents": ["a"], "rank_fields": ["t"]},
-            422,
-            "rank_fields",
-        ),
-        (
-            "/v1/rerank",
-            {"query": text_scores.DOCUMENT_PLACEHOLDER, "documents": ["a"]},
-            400,
-            "query",
-        ),
-        ("/generative_scoring", {"query": "q", "items": ["a"]}, 400, "label_token_ids"),
-        (
-            "/generative_scoring",
-            {"query": "q", "items": ["a"], "label_token_ids": [VOCABULARY]},
-            400,
-            "label_token_ids[0]",
-        ),
-        (
-            "/generative_scoring",
-            {"query": "q", "items": ["a", ""], "label_token_ids": [1]},
-            400,
-            "items[1]",
-        ),
-        (
-            "/generative_scoring",
-            {"query": "q", "items": ["a"], "label_token_ids": [1], "item_first": True},
-            400,
-            "item_first",
-        ),
-    ],
-)
-def test_refusals(server, path, body, status, param):
-    answer = server.post(path, json=body)
-    assert answer.status_code == status
-    assert answer.json()["error"]["param"] == param
-
-
-@pytest.mark.parametrize("path", ["/v1/rerank", "/generative_scoring"])
-def test_no_body_is_an_internal_error(server, path):
-    rng = random.Random(path)
-    good = {"query": "q", "documents": ["a", {"text": "b"}], "top_n": 1, "instruction": "i"}
-    if path == "/generative_scoring":
-        good = {"query": [1], "items": ["a", [2]], "label_token_ids": [3], "apply_softmax": True}
-    values = [None, True, -1, 0, 2, 10**30, 1.5, "", "x", [], [[]], [""], [1], ["a"], {}, {"a": 1}]
-    statuses = set()
-    for _ in range(50):
-        body = {**good, rng.choice([*good, "model", "timeout_ms"]): rng.choice(values)}
-        answer = server.post(path, json=body)
-        assert answer.status_code in (200, 404, 400, 504), (answer.text, body)
-        statuses.add(answer.status_code)
-    assert {200, 400} <= statuses
 
 
 TOO_LONG = "x" * (POSITIONS + 1)
@@ -279,34 +206,3 @@ def test_the_longer_of_query_and_text_is_named(server, seed):
             assert (said["code"], said["param"]) == expected, said
     long = {"query": "q", "documents": ["a"], "instruction": TOO_LONG}
     assert server.post("/v1/rerank", json=long).json()["error"]["param"] == "instruction"
-
-
-def test_a_chat_that_is_too_long_names_its_messages(server):
-    if not server.templated:
-        pytest.skip("chats need a template")
-    chat = {"messages": [{"role": "user", "content": TOO_LONG}]}
-    said = server.post("/v1/chat/completions", json=chat).json()["error"]
-    assert said["param"] == "messages"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_repeated_label_is_refused(server, seed):
-    """It would count twice among the labels, and halve the score."""
-    draw = random.Random(seed)
-    labels = draw.sample(range(VOCABULARY), draw.randint(1, 6))
-    place = draw.randint(1, len(labels))
-    labels.insert(place, draw.choice(labels[:place]))
-    body = {"query": "q", "items": ["a"], "label_token_ids": labels}
-    said = server.post("/generative_scoring", json=body).json()["error"]
-    assert (said["code"], said["param"]) == ("out_of_range", f"label_token_ids[{place}]")
-    body["label_token_ids"] = list(dict.fromkeys(labels))
-    assert server.post("/generative_scoring", json=body).status_code == 200
-
-
-@pytest.mark.parametrize("field", ["stop_token_ids", "logit_bias"])
-def test_a_token_outside_of_the_vocabulary_is_named(server, field):
-    tokens = [7, 8, VOCABULARY]
-    given = dict.fromkeys(map(str, tokens), 1) if field == "logit_bias" else tokens
-    said = server.post("/v1/completions", json={"prompt": "a", field: given}).json()["error"]
-    place = f"logit_bias.{VOCABULARY}" if field == "logit_bias" else "stop_token_ids[2]"
-    assert said["param"] == place

@@ -12,7 +12,6 @@ from tritonclient.utils import InferenceServerException
 
 from recserve.service import Service
 from tests.support.live_server import live
-from tests.support.scripted_text import scripted
 from tests.support.tiny_bundle import shared_bundle
 
 KEY = "a-key-of-sixteen"
@@ -48,18 +47,6 @@ def texts(result: triton.InferResult, name: str) -> list[str]:
     """JSON outputs are str, binary ones bytes."""
     values = result.as_numpy(name).ravel().tolist()
     return [value.decode() if isinstance(value, bytes) else value for value in values]
-
-
-def test_the_client_asks_for_health_and_metadata(server, client):
-    version = server.get("/version").json()["model_version"]
-    assert client.is_server_live() and client.is_server_ready()
-    assert "binary_tensor_data" in client.get_server_metadata()["extensions"]
-    for name in ("recommend", "rank"):
-        for asked in ("", version):
-            assert client.is_model_ready(name, asked)
-            assert client.get_model_metadata(name, asked)["versions"] == [version]
-        assert not client.is_model_ready(name, "1")
-    assert not client.is_model_ready("nothing")
 
 
 @pytest.mark.parametrize("form", [{}, {"binary_data": False}])
@@ -218,12 +205,3 @@ def test_errors_of_the_middleware_are_texts(tmp_path):
         assert answer.status_code == 503
         assert answer.json() == {"error": "the server is shutting down"}
         server.app.state.lifecycle.draining = False
-
-
-def test_other_routes_keep_their_form(tmp_path):
-    with live(scripted(tmp_path, lambda prompt, seed: "yes")) as server:
-        said = server.post("/v2/rerank", json={"query": "q"}).json()["error"]
-        assert said["code"] == "missing_field" and said["param"] == "documents"
-        assert server.get("/v2/models").json().keys() == {"error"}
-        assert isinstance(server.post("/v2/models/rank/ready").json()["error"], str)
-        assert isinstance(server.get("/v1/nothing").json()["error"], dict)
