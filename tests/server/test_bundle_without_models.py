@@ -4,7 +4,6 @@ import json
 
 import pyarrow as pa
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from recserve.batch.generate import Defaults
@@ -39,17 +38,6 @@ def test_what_can_be_read_is_read(client, path):
     assert said.status_code == 200 or path.startswith("/playground")
 
 
-def test_the_metrics_have_the_requests_and_no_engine(client):
-    (model,) = client.get("/v1/models").json()["data"]
-    facts = model["recserve"]
-    assert (model["id"], facts["trained"], facts["strategies"]) == ("recommender", False, [])
-    assert facts["lists"] == ["popular", "latest"]
-    families = {
-        family.name for family in text_string_to_metric_families(client.get("/metrics").text)
-    }
-    assert "recserve_request_seconds" in families
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -67,13 +55,6 @@ def test_what_needs_a_model_says_which(client, path, body):
 def test_without_a_recommender_a_slate_says_which_command_makes_one_and_what_is_there(client):
     said = client.post("/v1/recommend", json=BEAM).json()["error"]
     assert "recserve train recommender" in said["message"] and "popular" in said["message"]
-
-
-@pytest.mark.parametrize("strategy", ["popular", "latest"])
-def test_the_lists_are_served(client, strategy):
-    said = client.post("/v1/recommend", json={"strategy": strategy, "k": 3}).json()
-    assert said["strategy"] == strategy and len(said["items"]) == 3
-    assert {item["source"] for item in said["items"]} == {strategy}
 
 
 def slates_over_http(bundle, client, fields):

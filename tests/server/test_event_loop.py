@@ -11,7 +11,6 @@ from recserve.features.history.history import StoreUnavailable
 from recserve.features.history.stores import GuardedStore
 from recserve.service import Service
 from recserve.service.pending import Pending
-from recserve.service.rank import RankService
 from recserve.service.snapshot import Snapshot
 from tests.support.live_server import live
 from tests.support.partial_stores import PartialStore
@@ -58,17 +57,6 @@ def test_a_filter_is_not_evaluated_for_a_queue_that_is_full(service, monkeypatch
         refused = client.post("/v1/recommend", json=body)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "4")
     assert not threads
-
-
-@pytest.mark.parametrize("number", [1, 9])
-def test_a_large_batch_is_prepared_on_a_thread(service, monkeypatch, number):
-    threads = recorded(monkeypatch, RankService, "_prepare")
-    with live(service) as client:
-        item = client.get("/playground/samples").json()["items"][0]
-        one = {"history": [item], "candidates": [{"item_id": item}]}
-        said = client.post("/v1/rank:batch", json={"requests": [one] * number}).json()
-        assert [list(result) for result in said["results"]] == [["answer"]] * number
-    assert {name.startswith("items") for name in threads} == {number > 8}
 
 
 @pytest.mark.parametrize("k", [3, 300])

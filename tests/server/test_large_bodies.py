@@ -34,7 +34,6 @@ def ranking(candidates: int, history: int | None = None) -> RankRequest:
 @pytest.mark.parametrize(
     ("body", "large"),
     [
-        (RecommendRequest(user=USER), False),
         (RecommendRequest(user=USER, k=MOST_K), False),
         (RecommendRequest(user=USER, k=MOST_K + 1), True),
         (RecommendRequest(user=USER, filter={"eq": ["category", "A"]}), True),
@@ -49,9 +48,6 @@ def ranking(candidates: int, history: int | None = None) -> RankRequest:
         (RankBatchRequest(requests=[ranking(1)] * MOST_REQUESTS), False),
         (RankBatchRequest(requests=[ranking(1)] * (MOST_REQUESTS + 1)), True),
         (RankBatchRequest(requests=[ranking(300)] * 2), True),
-        (RankBatchRequest(requests=[ranking(1, history=300)] * 2), True),
-        ([RecommendRequest(user=USER)] * MOST_REQUESTS, False),
-        ([RecommendRequest(user=USER)] * (MOST_REQUESTS + 1), True),
         ([RecommendRequest(history=ids(300))] * 2, True),
         ([RecommendRequest(user=USER, filter={"eq": ["category", "A"]})], True),
         (None, False),

@@ -228,15 +228,6 @@ def test_a_bundle_that_cannot_be_served_ends_the_process(tmp_path):
     assert "Traceback" not in said
 
 
-def test_the_log_says_when_it_is_ready(caplog):
-    with caplog.at_level("INFO", "recserve"):
-        lifecycle = loading(lambda: None)
-        lifecycle.start()
-        assert lifecycle.loaded.wait(10)
-        lifecycle.close()
-    assert "ready after" in caplog.text
-
-
 @pytest.mark.parametrize("error, traced", [(ValueError("no"), False), (KeyboardInterrupt(), True)])
 def test_only_what_nobody_foresaw_is_logged_with_its_trace(error, traced, caplog):
     def load():
@@ -325,11 +316,3 @@ def test_the_collector_keeps_its_hands_off_what_lives_as_long_as_the_process(tmp
         assert gc.get_freeze_count() > 10_000
     assert gc.get_freeze_count() == 0
     gc.freeze()  # as tests/conftest.py does
-
-
-def test_settings_reach_the_server(tmp_path):
-    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu")
-    with live(service, max_body_bytes=1024) as client:
-        assert client.post("/v1/recommend", content=b" " * 1025).status_code == 413
-        assert client.post("/v1/recommend", content=b" " * 1024).status_code == 400
-    assert ServerConfig(bundle=shared_bundle()).max_body_bytes == 1 << 20

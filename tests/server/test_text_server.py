@@ -1,6 +1,5 @@
 """A trained model behind HTTP: its known text, the same whatever drafts it, pages given back."""
 
-import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from recserve.config import ServerConfig
 from recserve.engine.engine_config import EngineConfig
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
-from recserve.service.text.loader import TextSettings, load_text, open_drafters
+from recserve.service.text.loader import TextSettings, load_text
 from tests.support.grids import chosen
 from tests.support.live_server import live
 from tests.support.paths import reference
@@ -104,33 +103,6 @@ def test_a_rule_that_would_be_biased_is_refused_and_harms_nobody(client):
     assert lossy.model_extra["metrics"]["speculative_decoding"]["exact"] is False
 
 
-def test_drafts_are_accepted_where_text_repeats(client):
-    prompt = "Lily saw a big red ball. " * 6
-    answer = client.completions.create(
-        model="stories260k", prompt=prompt, max_tokens=40, temperature=0, **drafted_by("ngram")
-    )
-    said = answer.model_extra["metrics"]["speculative_decoding"]
-    assert said["mean_acceptance_length"] > 2 and said["exact"]
-    assert said["num_accepted_tokens"] == sum(said["per_position"])
-
-
-def test_the_first_named_drafter_is_the_default(client):
-    answer = client.completions.create(**ASK, temperature=0)
-    assert answer.model_extra["metrics"]["speculative_decoding"]["drafter"] == "suffix"
-    (model,) = [m for m in client.models.list() if m.id == "stories260k"]
-    names = model.model_extra["recserve"]["drafters"]
-    assert names == ["suffix", "ngram+suffix", "none", "ngram", "lookahead"]
-    assert model.model_extra["max_model_len"] == 512
-
-
-def test_the_prompt_is_cached(client):
-    ask = {**ASK, "prompt": "One day a cat sat on the mat and " * 4, "max_tokens": 4}
-    client.completions.create(**ask)
-    again = client.completions.create(**ask)
-    details = again.usage.prompt_tokens_details
-    assert 0 < again.usage.prompt_tokens - details.cached_tokens <= 17
-
-
 def test_stages_are_measured(server):
     before = server.get("/metrics").text
     answer = server.post("/v1/completions", json={**ASK, "prompt": "A new beginning of a text"})
@@ -146,13 +118,6 @@ def test_stages_are_measured(server):
         for page in (before, server.get("/metrics").text)
     ]
     assert counted[1] >= counted[0] + 2
-
-
-def test_the_context_is_not_exceeded(client):
-    answer = client.completions.create(**{**ASK, "max_tokens": 507}, temperature=0)
-    assert answer.usage.total_tokens <= 512
-    with pytest.raises(openai.BadRequestError, match="context length is 512 tokens"):
-        client.completions.create(**{**ASK, "max_tokens": 508})
 
 
 def test_items_and_text_on_one_engine(server, client):
@@ -209,33 +174,3 @@ def test_what_serve_is_told_is_what_is_served(folder):
     finally:
         service.close()
     assert not service.alive
-
-
-def test_wrong_drafters_are_refused_when_loading(folder, tmp_path):
-    network = load_text(TextSettings(folder), torch.device("cpu")).network
-    for named, words in (
-        ("eagle", "'eagle'"),
-        ("draft_model", "draft_model"),
-        (f"draft_model={tmp_path}/gone", "no such folder"),
-        (f"draft_model={tmp_path}", "config.json"),
-        (f"medusa={tmp_path}", "medusa_lm_head"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            open_drafters([named], network)
-    models = [f"specinfer={folder}", f"specinfer={folder}", f"draft_model={folder}"]
-    assert list(open_drafters(models, network))[:2] == ["specinfer", "draft_model"]
-    with pytest.raises(ValueError, match="no such folder"):
-        load_text(TextSettings(tmp_path / "gone"), torch.device("cpu"))
-
-
-def test_token_sources_count_the_accepted_tokens(server):
-    """Of a real model and drafter: sources and texts agree with the counts of the response."""
-    body = {**ASK, "temperature": 0, "stream": True, "speculation": {"drafter": "suffix"}}
-    body["stream_options"] = {"include_token_sources": True}
-    lines = [line for line in server.post("/v1/completions", json=body).text.splitlines() if line]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_sources"]]
-    counts = chunks[-1]["metrics"]["speculative_decoding"]
-    assert "".join(token["text"] for token in tokens).startswith(KNOWN)
-    drafted = sum(token["source"] == "draft" for token in tokens)
-    assert drafted == counts["num_accepted_tokens"] > 0

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 import torch
 
@@ -72,16 +71,6 @@ def test_a_stream_has_the_label_in_its_last_chunk(client):
     counted = complete(client, USERS["plain"], stream=True, stream_options={"include_usage": True})
     chunks = [json.loads(line[6:]) for line in counted.text.split("\n\n")[:-2]]
     assert chunks[-1]["choices"] == [] and chunks[-1]["experiment"]["arm"] == "plain"
-
-
-def test_the_stock_client_tolerates_the_label(client):
-    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="-", max_retries=0) as stock:
-        answer = stock.completions.create(**ASK, model="stories260k", user=USERS["suffix"])
-        assert answer.experiment["arm"] == "suffix"
-        (*_, last) = stock.completions.create(
-            **ASK, model="stories260k", stream=True, user=USERS["plain"]
-        )
-        assert last.experiment["arm"] == "plain"
 
 
 def test_own_drafting_options_exclude_a_request(client):

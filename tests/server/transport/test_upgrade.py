@@ -43,14 +43,6 @@ def test_a_request_that_offers_h2c_is_answered_with_its_body(wire, piece_bytes):
     assert said.endswith(b'{"status":"live"}')
 
 
-def test_a_chunked_body_survives_the_offer(wire):
-    head = HEAD.replace(b"Content-Length: %d" % len(BODY), b"Transfer-Encoding: chunked")
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
-    wire.sendall(head + chunks + LAST)
-    said = all_of(wire)
-    assert b'"text":"yes"' in said and said.endswith(b'{"status":"live"}')
-
-
 def test_an_offer_of_websockets_is_an_ordinary_get(wire):
     wire.sendall(
         b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
