@@ -16,7 +16,6 @@ from recserve.batch import Defaults, SlateRecipe
 from recserve.batch.recipe import WrongOption, from_json, to_json
 from recserve.features.tables.attribute_values import record_value, take_values
 from recserve.schemas.items import MAX_FIELD_VALUES, MAX_FIELDS
-from recserve.server.threads import is_large
 from recserve.service.fields import MAX_NAMED, unknown_column
 from tests.support.live_catalogues import opened, put
 from tests.support.live_server import live
@@ -243,16 +242,3 @@ def test_a_message_lists_a_bounded_number_of_columns():
     known = [f"c{number:03}" for number in range(MAX_NAMED + 60)]
     message = unknown_column("c0999", known)
     assert message.count(", ") == MAX_NAMED - 1 and " and 60 more; got 'c0999'" in message
-
-
-def test_large_answers_are_made_on_a_thread(user):
-    from recserve.schemas.items import Candidate, RankBatchRequest, RankRequest, RecommendRequest
-
-    names = list(map(str, range(MAX_FIELDS)))
-    few = [Candidate(item_id=str(number)) for number in range(100)]
-    for kind, size in ((RecommendRequest, {"k": 100}), (RankRequest, {"candidates": few})):
-        assert not is_large(kind(history=[], **size))
-        assert is_large(kind(history=[], fields=names, **size))
-    ranking = RankRequest(history=[], candidates=few[:50], fields=names)
-    assert not is_large(RankBatchRequest(requests=[ranking]))
-    assert is_large(RankBatchRequest(requests=[ranking, ranking]))

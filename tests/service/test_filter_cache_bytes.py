@@ -2,48 +2,15 @@
 
 import gc
 import tracemalloc
-import weakref
 
 import numpy as np
 import pytest
-import torch
 
-from recserve.core.allowed import AllowedItems
-from recserve.kernels.trie.trie import build_trie
 from recserve.schemas.items import ItemsRequest
 from recserve.service import Service, ServiceOptions
-from recserve.service.snapshot import ENTRY_BYTES, CachedFilter, FilterCache
 from tests.support.tiny_bundle import shared_bundle
 
 CAPACITY_BYTES = 1 << 20
-
-
-class Version:
-    """Stands for a catalogue version."""
-
-
-VERSION = Version()
-TRIE = build_trie(torch.cartesian_prod(torch.arange(30), torch.arange(30)), (30, 30))
-
-
-def kept_of(number):
-    allowed = AllowedItems.of(np.arange(900) % 7 == number % 7)
-    allowed.leaves(TRIE)
-    return CachedFilter(weakref.ref(VERSION), weakref.ref(TRIE), allowed, allowed)
-
-
-def test_an_entry_counts_its_key_its_items_and_its_objects():
-    cache, kept = FilterCache(), kept_of(0)
-    cache.put(b"k" * 1000, kept)
-    assert cache.num_bytes == 1000 + kept.allowed.num_bytes + ENTRY_BYTES
-
-
-def test_small_filters_are_not_taken_for_weightless():
-    cache = FilterCache(CAPACITY_BYTES)
-    for number in range(1000):
-        cache.put(b"%d" % number, kept_of(number))
-    assert 0 < len(cache) <= CAPACITY_BYTES // ENTRY_BYTES
-    assert cache.get(b"0") is None and cache.get(b"999") is not None
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """C and torch are compared on this machine when an operator asks."""
 
 import pytest
-import torch
 
-from recserve.kernels.native import native
 from recserve.service import kernel_comparison
-from recserve.service.kernel_comparison import Comparison, compare, compare_kernels
+from recserve.service.kernel_comparison import Comparison, compare
 
 
 def test_each_pair_is_timed_in_turns_after_a_round_to_warm_up(monkeypatch):
@@ -31,14 +29,3 @@ def test_each_pair_is_timed_in_turns_after_a_round_to_warm_up(monkeypatch):
 
 def test_the_ratio_weighs_few_rows_and_many_alike():
     assert Comparison((1.0, 40.0), (2.0, 30.0)).ratio == pytest.approx(1.5**0.5)
-
-
-@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_do_the_work(dtype, monkeypatch, force_kernels):
-    force_kernels("auto")
-    monkeypatch.setattr(kernel_comparison, "BUDGET_S", 0.0)
-    found = compare_kernels(dtype)
-    assert list(found) == ["products", "int8 products", "attention"]
-    for times in found.values():
-        assert all(ms > 0 for ms in (*times.c_ms, *times.torch_ms)) and len(times.c_ms) == 2

@@ -1,6 +1,5 @@
 """Items that change while answers go out: over the service, over HTTP, across a kill."""
 
-import json
 import os
 import resource
 import shutil
@@ -15,7 +14,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from recserve.config import ServerConfig
 from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from recserve.engine.capture import EagerRecorder
 from recserve.features.catalog.item_journal import ItemJournal, JournalError
@@ -28,11 +26,9 @@ from recserve.schemas.items import (
     RollbackRequest,
     UserRef,
 )
-from recserve.server.app import create_app
 from recserve.service import live_catalog as live_catalog_module
 from recserve.service.errors import UnknownItem, UnknownVersion
 from tests.support.live_catalogues import base_of, item_like, lonely, opened, put, scores, slate
-from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.waiting import until
 
@@ -89,12 +85,6 @@ def test_no_item_is_refused_because_its_neighbours_took_the_ids(service):
         "the semantic ids near this item are taken; it got one farther away"
     }
     assert more.degraded and scores(slate(service, k=900))["same189"] < 0
-
-
-def test_items_without_known_words_say_so(service):
-    answer = put(service, {"item_id": "odd", "title": "zzzz"}, {"item_id": "odder"})
-    assert answer.inserted == 2 and [note.index for note in answer.degraded] == [0, 1]
-    assert {"odd", "odder"} <= set(scores(slate(service)))
 
 
 def test_new_words_keep_the_row_and_all_it_learned(service):
@@ -512,51 +502,6 @@ def test_every_answer_is_of_the_version_it_names(tmp_path):
         assert {i.item_id for i in answer.items} == holds[answer.catalog_version]
         assert all(i.source == "model" for i in answer.items)
     assert len(versions) > 3
-
-
-def test_a_setting_names_the_folder_of_the_journal(tmp_path):
-    folder = tmp_path / "kept"
-    config = ServerConfig(
-        bundle=shared_bundle(),
-        store=f"lmdb:{tmp_path}/store",
-        device="cpu",
-        journal=folder,
-        kv_bytes=2**24,
-    )
-    lifecycle = create_app(config).state.lifecycle
-    lifecycle.start()
-    lifecycle.loaded.wait()
-    put(lifecycle.service, item_like(lifecycle.service, "new"))
-    version = base_of(lifecycle.service).version
-    lifecycle.close()
-    assert [path.name for path in folder.iterdir()] == [f"{version}.jsonl"]
-
-
-def test_over_http(tmp_path):
-    with live(opened(tmp_path)) as client:
-        items = client.get("/playground/samples").json()["items"]
-        first = client.get("/version").json()["catalog_version"]
-        body = {"items": [{"item_id": "a/b", "title": "Rose", "price": 2.5}, {"item_id": True}]}
-        answer = client.put("/v1/items", json=body)
-        assert answer.status_code == 200 and answer.json()["inserted"] == 1
-        assert answer.json()["rejected"][0]["index"] == 1
-        assert client.get("/v1/items/a/b").json()["attributes"]["price"] == 2.5
-        asked = {"history": items[:2], "candidates": [{"item_id": "a/b"}], "scorer": "ranker"}
-        ranked = client.post("/v1/rank", json=asked).json()
-        assert [i["item_id"] for i in ranked["items"]] == ["a/b"]
-        assert ranked["catalog_version"] == answer.json()["catalog_version"]
-        hidden = client.delete("/v1/items/a/b").json()
-        assert hidden == {"item_id": "a/b", "catalog_version": first + ".2"}
-        assert client.get("/v1/items/a/b").status_code == 404
-        gone = client.delete("/v1/items/a/b")
-        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "unknown_item")
-        wrong = client.post("/v1/items:rollback", json={"catalog_version": "x"})
-        assert wrong.json()["error"]["code"] == "unknown_catalog_version"
-        back = client.post("/v1/items:rollback", json={"catalog_version": first + ".1"})
-        assert back.json() == {"catalog_version": first + ".3", "restored": first + ".1"}
-        assert client.get("/v1/items/a/b").json()["catalog_version"] == first + ".3"
-        many = {"items": [{"item_id": str(n)} for n in range(1001)]}
-        assert client.put("/v1/items", content=json.dumps(many)).status_code == 422
 
 
 @pytest.mark.parametrize("fields", [("title",), ("categories",), ("title", "categories")])

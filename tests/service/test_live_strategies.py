@@ -260,51 +260,6 @@ def test_what_comes_during_a_fold_is_in_the_next_version(service, monkeypatch, u
     assert hidden in everything and "new2-1" not in everything
 
 
-def test_every_slate_is_of_the_version_it_names(service, monkeypatch):
-    """Two readers ask for the whole catalogue while items change and every change is folded."""
-    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 1)
-    ids = list(service.catalog.current.catalog.items.ids)
-    body = RecommendRequest(
-        history=ids[:4], k=1000, strategy="dense", exclude=Exclusions(seen=False)
-    )
-    done, seen = threading.Event(), []
-
-    def read():
-        while not done.is_set():
-            answer = service.recommend(body)
-            found = [item.item_id for item in answer.items if item.source == "model"]
-            seen.append((answer.catalog_version, found))
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    content, bases = {}, set()
-
-    def note() -> None:
-        snapshot = service.catalog.current
-        items = snapshot.items
-        live = np.setdiff1d(np.arange(items.num_rows), items.removed_rows).tolist()
-        content[items.name] = sorted(items.item_id(row) for row in live)
-        bases.add(snapshot.index.base.num_items)
-
-    note()
-    for reader in readers:
-        reader.start()
-    for step in range(20):
-        put_some(service, step)
-        note()
-        service.hide_item(ids[100 + step])
-        note()
-        if step % 10 == 9:
-            name = list(content)[-5]
-            service.rollback_items(RollbackRequest(catalog_version=name))
-            note()
-    done.set()
-    for reader in readers:
-        reader.join()
-    assert len(bases) > 3 and len({version for version, _ in seen}) > 3
-    for version, found in seen:
-        assert sorted(found) == content[version]
-
-
 def test_k_items_come_where_most_around_are_gone(service):
     """A tenth of the catalogue is left, the items far from the user: the search goes deeper."""
     count = len(service.catalog.current.catalog.items.ids)

@@ -1,15 +1,13 @@
 """The service on a real bundle, engine and store: slates, rankings, events, deletions."""
 
-import base64
 import datetime
-import time
 
 import lmdb
 import numpy as np
 import pytest
 from msgspec import UNSET, structs
 
-from recserve.core.errors import DeadlineExceeded, QueueFull
+from recserve.core.errors import QueueFull
 from recserve.core.futures import wait_all
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (
@@ -23,8 +21,7 @@ from recserve.schemas.items import (
 )
 from recserve.search.strategy import strategy_classes
 from recserve.service import Service, ServiceOptions
-from recserve.service.attribution import BadToken
-from recserve.service.errors import ServiceClosed, UnknownItem, UnknownModel
+from recserve.service.errors import ServiceClosed, UnknownModel
 from tests.support.background_work import settled
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
@@ -67,27 +64,6 @@ def seen_items(service, user):
     return [event.item_id for event in service.history(user).events]
 
 
-def test_slate_has_k_unseen_items_best_first(service, user):
-    answer = recommend(service, user, k=20)
-    items = [item.item_id for item in answer.items]
-    scores = [item.score for item in answer.items]
-    assert len(set(items)) == 20 and not set(items) & set(seen_items(service, user))
-    assert scores == sorted(scores, reverse=True)
-    assert [item.rank for item in answer.items] == list(range(1, 21))
-    assert {item.source for item in answer.items} == {"model"}
-    assert answer.exact and answer.strategy == "speculative" and answer.rounds >= 1
-    assert answer.degraded == []
-
-
-def test_seen_items_come_back_on_request(service, user):
-    kept = recommend(service, user, k=500, beam_width=500, exclude=Exclusions(seen=False))
-    seen = set(seen_items(service, user))
-    assert seen <= {item.item_id for item in kept.items}
-    left_out = recommend(service, user, k=500, beam_width=500)
-    assert len(left_out.items) == 500 - len(seen)
-    assert left_out.degraded == ["fewer_than_k"]
-
-
 def test_what_was_seen_long_ago_may_come_back(service, user, ids):
     now = datetime.datetime.now(datetime.UTC)
     for item, age in ((ids[3], 90), (ids[5], 3)):
@@ -116,37 +92,6 @@ def test_slate_scores_are_the_likelihoods_of_its_items(service, user):
     )
 
 
-def test_the_speculative_strategy_gives_the_slate_of_beam_search(service, user):
-    beam = recommend(service, user, k=20, strategy="beam")
-    fast = recommend(service, user, k=20, strategy="speculative")
-    assert fast.strategy == "speculative" and fast.exact
-    assert [i.item_id for i in fast.items] == [i.item_id for i in beam.items]
-    np.testing.assert_allclose(
-        [i.score for i in fast.items], [i.score for i in beam.items], atol=1e-4
-    )
-
-
-def test_nezha_answers_by_its_own_scores_and_says_so(service, user):
-    slate = recommend(service, user, k=20, strategy="nezha")
-    assert slate.strategy == "nezha" and not slate.exact and slate.rounds == 1
-    assert len({i.item_id for i in slate.items}) == 20 and not slate.degraded
-    wide = recommend(service, user, k=20, strategy="nezha", beam_width=512)
-    assert wide.items[0].score >= slate.items[0].score
-
-
-def test_excluded_and_filtered_items_stay_away(service, user, ids):
-    first = [i.item_id for i in recommend(service, user, k=5).items]
-    answer = recommend(service, user, k=5, exclude=Exclusions(item_ids=[*first, "nothing"]))
-    assert not set(first) & {i.item_id for i in answer.items}
-    assert answer.degraded == ["unknown_excluded_items"]
-    category = service.item(ids[0]).categories[0]
-    kept = recommend(service, user, k=5, filter={"eq": ["category", category]}).items
-    assert len(kept) == 5
-    assert all(category in service.item(i.item_id).categories for i in kept)
-    few = recommend(service, user, k=5, filter={"in": ["item_id", ids[:2]]})
-    assert {i.item_id for i in few.items} <= set(ids[:2]) and few.degraded == ["fewer_than_k"]
-
-
 def test_places_that_beams_leave_empty_are_filled_with_popular_items(service, user):
     answer = recommend(service, user, k=3, beam_width=3)
     assert {i.source for i in answer.items} == {"model"}
@@ -172,24 +117,6 @@ def test_an_item_that_must_not_be_there_is_counted_and_dropped(service, user):
     answer = work.finish([wrong])
     assert [i.source for i in answer.items] == ["model", "popular", "popular"]
     assert "illegal_items" in answer.degraded and service.gauges().illegal_items == 2
-
-
-def test_unknown_user_gets_the_popular_slate(service):
-    answer = recommend(service, "nobody", k=3)
-    popular = service.samples(1, 3)["items"]
-    assert [i.item_id for i in answer.items] == popular
-    assert answer.degraded == ["cold_start"] and answer.strategy == "popular"
-    assert not answer.exact and {i.source for i in answer.items} == {"popular"}
-
-
-def test_inline_history_overrides_the_store(service, user, ids):
-    inline = recommend(service, user, history=ids[:3], k=5)
-    assert [i.item_id for i in inline.items] == [
-        i.item_id for i in recommend(service, history=ids[:3], k=5).items
-    ]
-    odd = recommend(service, history=["gone", *ids[:3]], k=5)
-    assert odd.degraded == ["unknown_history_items"]
-    assert [i.score for i in odd.items] == [i.score for i in inline.items]
 
 
 def test_a_new_event_changes_the_next_answer_and_costs_one_token(service, user):
@@ -234,22 +161,6 @@ def test_events_are_judged_one_by_one(service, ids):
     for rejection, word in zip(answer.rejected, words, strict=True):
         assert word in rejection.reason
     assert [e.timestamp for e in service.history("new").events] == ["2026-01-02T03:04:05Z"] * 2
-
-
-def test_history_is_oldest_first(service, ids):
-    times = ["2026-03-01T00:00:00Z", "2026-01-01T00:00:00+01:00", "2026-02-01T00:00:00Z"]
-    for item, moment in zip(ids, times, strict=False):
-        service.add_events(view("late", item, timestamp=moment, type="click"))
-    events = service.history("late").events
-    assert [e.item_id for e in events] == [ids[1], ids[2], ids[0]]
-    assert {e.type for e in events} == {"click"}
-
-
-@pytest.mark.parametrize("user_id", ["", "u" * 257])
-def test_a_user_id_has_the_bounds_of_http(service, user_id):
-    for ask in (service.history, service.delete_user):
-        with pytest.raises(InvalidRequest, match=f"1 to 256 characters, got {len(user_id)}"):
-            ask(user_id)
 
 
 def test_nothing_of_a_deleted_user_is_left(service, user, ids):
@@ -299,21 +210,6 @@ def test_a_damaged_history_is_said_and_a_closed_store_too(tmp_path):
         assert recommend(service, user).degraded == ["history_unavailable", "cold_start"]
 
 
-def test_ranking_is_sorted_complete_and_says_what_is_missing(service, user, ids):
-    answer = rank(service, user, [*ids[:50], "gone", ids[3], "gone"])
-    assert sorted(i.item_id for i in answer.items) == sorted(ids[:50])
-    assert answer.missing_item_ids == ["gone"] and answer.degraded == ["duplicate_candidates"]
-    assert [i.rank for i in answer.items] == list(range(1, 51))
-    scores = [i.score for i in answer.items]
-    assert scores == sorted(scores, reverse=True)
-    for item in answer.items:
-        assert set(item.scores) == {"click", "conversion"} and item.score == item.scores["click"]
-        assert all(0 < s < 1 for s in item.scores.values())
-    by_conversion = rank(service, user, ids[:50], sort_by="conversion")
-    conversions = [i.scores["conversion"] for i in by_conversion.items]
-    assert conversions == sorted(conversions, reverse=True)
-
-
 @pytest.mark.parametrize("scorer", ["ranker", "likelihood"])
 def test_a_score_does_not_depend_on_company(service, user, ids, scorer):
     among = {i.item_id: i.scores for i in rank(service, user, ids[:200], scorer=scorer).items}
@@ -322,11 +218,6 @@ def test_a_score_does_not_depend_on_company(service, user, ids, scorer):
         (alone,) = rank(service, user, [item], scorer=scorer).items
         assert alone.scores == pytest.approx(among[item], abs=1e-5)
         assert alone.scores == pytest.approx(reverse[item], abs=1e-5)
-
-
-def test_only_unknown_candidates_give_an_empty_ranking(service, user):
-    answer = rank(service, user, ["gone", "lost"])
-    assert answer.items == [] and answer.missing_item_ids == ["gone", "lost"]
 
 
 def test_a_candidate_sees_only_events_before_its_exposure(service, ids):
@@ -377,22 +268,6 @@ def test_a_batch_answers_in_order_and_keeps_errors_apart(service, user, ids):
     assert works[2].wait().items == service.rank(one).items
 
 
-@pytest.mark.parametrize(
-    "fields, param, words",
-    [
-        ({"strategy": "guess"}, "strategy", "beam"),
-        ({"k": 60, "beam_width": 50}, "beam_width", "60"),
-        ({"filter": {"and": [{"eq": ["colour", "red"]}]}}, "filter.and[0].eq", "unknown field"),
-        ({"filter": {}}, "filter", "only key"),
-        ({"exclude": Exclusions(seen=False, seen_within_s=9)}, "exclude.seen_within_s", "true"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(service, user, fields, param, words):
-    with pytest.raises(InvalidRequest, match=words) as caught:
-        recommend(service, user, **fields)
-    assert caught.value.param == param
-
-
 def test_what_this_bundle_lacks_is_refused_with_the_command_that_adds_it(tmp_path):
     bundle = tiny_bundle(tmp_path, ranker=False)
     with Service.open(bundle, device="cpu") as service:
@@ -408,55 +283,6 @@ def test_what_this_bundle_lacks_is_refused_with_the_command_that_adds_it(tmp_pat
             assert str(caught.value).endswith(f"popular, latest, got {said}")
         with pytest.raises(InvalidRequest, match="got 'ranker': no ranker .* train ranker`$"):
             rank(service, "u", ["i"], scorer="ranker")
-
-
-def test_neither_user_nor_history_is_refused(service):
-    with pytest.raises(InvalidRequest) as caught:
-        recommend(service)
-    assert caught.value.param == "user"
-
-
-def test_a_deadline_that_has_passed(service, user):
-    body = RecommendRequest(user=UserRef(id=user))
-    with pytest.raises(DeadlineExceeded):
-        service.recommender.begin(body, deadline_s=time.monotonic() - 1).wait()
-
-
-def test_attribution_tokens_are_signed_and_hold_no_user_id(service, user):
-    answer = recommend(service, user, request_id="r-1")
-    signer = service.signer
-    said = signer.read(answer.attribution_token)
-    assert said.request_id == "r-1" and said.user == signer.user(user)
-    assert said.model_version == answer.model_version
-    raw = base64.urlsafe_b64decode(answer.attribution_token + "==")
-    assert user.encode() not in raw
-    for wrong in ("", "abc", "é", answer.attribution_token[:-2], "A" + answer.attribution_token):
-        with pytest.raises(BadToken):
-            signer.read(wrong)
-
-
-def test_dense_weight_reranks(service, user):
-    """A beam over all items holds the same ones in another order; a narrow one lets others in."""
-    plain, dense = (
-        recommend(service, user, k=500),
-        recommend(service, user, k=500, dense_weight=2.0),
-    )
-    order, reranked = [[i.item_id for i in slate.items] for slate in (plain, dense)]
-    assert set(order) == set(reranked) and order != reranked
-    narrow = recommend(service, user, k=50, dense_weight=2.0)
-    assert {i.item_id for i in narrow.items} - set(order[:50])
-    scores = {i.item_id: i.score for i in dense.items}
-    for item in narrow.items:
-        assert item.score == pytest.approx(scores[item.item_id], abs=1e-3)
-
-
-def test_items_and_models(service, ids):
-    item = service.item(ids[3])
-    assert item.item_id == ids[3] and item.title and item.attributes["price"] > 0
-    with pytest.raises(UnknownItem):
-        service.item("gone")
-    assert [m["id"] for m in service.models()] == ["recommender", "ranker"]
-    assert all(m["recserve"]["parameters"] > 1000 for m in service.models())
 
 
 def test_a_bundle_without_models_says_so(tmp_path):

@@ -171,21 +171,6 @@ def test_roots_of_others_stay(opened, ids):
         assert dict(one.histories.prewarm.ranker._cache) == kept and len(kept) == 1
 
 
-def test_warm_goes_on_with_the_new_history(opened, ids):
-    sent, expected = cases(ids)["replace"]
-    with live(opened("fresh")) as client:
-        post(client, *expected)
-        right, _ = ask(client, ids)
-    with opened() as one, live(one) as client:
-        post(client, *[event(ids, n) for n in range(12)], warm=True)
-        settled(one)
-        assert post(client, *sent, warm=True)["warmed"] == 2
-        settled(one)
-        found, explained = ask(client, ids)
-        assert explained["root_tokens_computed"] == 0
-        same(found, right, exactly=False)
-
-
 def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
     with opened() as one:
         engine = one.engine
@@ -266,18 +251,3 @@ def test_corrections_are_judged_one_by_one(opened, ids):
         assert said["EventInput"]["required"] == ["user_id"]
         kinds = said["EventInput"]["properties"]["correction"]["anyOf"]
         assert {"type": "string", "enum": ["replace", "remove"]} in kinds
-
-
-def test_a_correction_finds_its_event_in_a_real_redis(opened, ids, redis_url, tmp_path):
-    sent, expected = cases(ids)["several"]
-    options = ServiceOptions(EngineConfig(kv_bytes=2**22), journal=tmp_path / "items")
-    with live(Service.open(shared_bundle(), redis_url, "cpu", options)) as client:
-        post(client, *[event(ids, n) for n in range(12)])
-        wrong, _ = ask(client, ids)
-        assert post(client, *sent)["corrected"] == 3
-        found, _ = ask(client, ids)
-    with live(opened("fresh")) as client:
-        post(client, *expected)
-        right, _ = ask(client, ids)
-    assert wrong != right
-    same(found, right, exactly=False)

@@ -26,7 +26,7 @@ from recserve.service import Service, ServiceOptions
 from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.partial_stores import MemoryStore
-from tests.support.tiny_bundle import built, every_strategy_bundle
+from tests.support.tiny_bundle import every_strategy_bundle
 
 NEGATIVE = ("hide", "dislike", "skip", "not_interested", "return of goods")
 READ = ("view", "impression")
@@ -249,14 +249,6 @@ def test_a_bundle_trains_and_counts_positive_events_only(tmp_path):
             event = {"user_id": "ann", "item_id": events[0]["item_id"], "type": "rating"}
             (refused,) = service.add_events({"events": [event]}).rejected
             assert "value: is required for type 'rating'" in refused.reason
-
-
-def test_a_bundle_without_other_kinds_is_unchanged(tmp_path):
-    files = write_synthetic(tmp_path / "data", SyntheticOptions(500, 40, 12, seed=3))
-    built(files, tmp_path / "bundle")
-    bundle = Bundle.open(tmp_path / "bundle")
-    assert not any("kind" in key for key in bundle.manifest.build)
-    assert bundle.events().num_events == bundle.all_events().num_events
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 """Names of event types: which are accepted, what number a store gives them, what reads them."""
 
-import hashlib
 import json
 import random
-import struct
 import threading
 from contextlib import ExitStack
 
-import lmdb
 import numpy as np
 import pytest
 import redis
@@ -19,12 +16,9 @@ from hypothesis import strategies as st
 from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.config import ConfigError, ServerConfig
-from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
     CorruptHistory,
     StoredEvent,
-    merge,
-    read_stored,
 )
 from recserve.features.history.stores import open_store
 from recserve.features.history.type_names import (
@@ -42,12 +36,11 @@ from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.event_types import TYPE_TABLE, EventTypes
 from recserve.service.replacement import open_successor
-from recserve.service.slate_log.reader import read_log, shown_items
 from recserve.training.ranker.ranking_batch import pack
 from recserve.training.ranker.ranking_quality import attend_within
 from tests.support.grids import covering
 from tests.support.live_server import live
-from tests.support.partial_stores import PartialStore
+from tests.support.partial_stores import MemoryStore
 from tests.support.tiny_bundle import built, shared_bundle
 from tests.support.typed_bundles import typed_bundle, write_events
 
@@ -72,33 +65,16 @@ AWKWARD = (
 )
 
 
-class MemoryStore(PartialStore):
-    """As a store of another package is: the methods of the extending guide and no more."""
+class RoomyStore(MemoryStore):
+    """With room for the table of all types."""
 
-    blocks = False
-
-    def __init__(self):
-        self.cap, self.histories, self.lock = 1024, {}, threading.Lock()
-
-    def get_many(self, user_ids):
-        return [self.histories.get(user_id, read_stored(None)) for user_id in user_ids]
-
-    def append_many(self, changes):
-        applied = {}
-        with self.lock:
-            for user_id, made in changes.items():
-                merged = merge(self.get(user_id), made, self.cap)
-                self.histories[user_id], applied[user_id] = merged.history, merged.applied
-        return applied
-
-    def delete(self, user_id):
-        return self.histories.pop(user_id, None) is not None
+    cap = 1024
 
 
 @pytest.fixture(params=["lmdb", "expiring", "redis", "memory"])
 def store(request, tmp_path):
     if request.param == "memory":
-        yield MemoryStore()
+        yield RoomyStore()
         return
     url = f"lmdb:{tmp_path}/own{'?ttl_s=60' if request.param == 'expiring' else ''}"
     if request.param == "redis":
@@ -117,7 +93,7 @@ def numbers(types):
 @given(st.lists(NAMES, min_size=2, max_size=4))
 def test_servers_of_a_store_read_the_same_names(groups):
     """Each server adds its names, in any order, and reads those of all others."""
-    store = MemoryStore()
+    store = RoomyStore()
     servers = [EventTypes(store) for _ in groups]
     for types, names in zip(servers, groups, strict=True):
         types.add(names)
@@ -205,7 +181,7 @@ def test_names_out_of_bounds_are_refused_by_name_at_every_door(tmp_path, names, 
     with pytest.raises(ConfigError, match="event_types: .*" + message):
         ServerConfig.load({"bundle": shared_bundle(), "event_types": names})
     with pytest.raises(ValueError, match=message):
-        EventTypes(MemoryStore()).add(names)
+        EventTypes(RoomyStore()).add(names)
     if names == ["\ud800"]:
         return  # Parquet has none
     place = "column type: .*" if len(names) > 1 else "column type, row [0-9]+: .*"
@@ -334,65 +310,6 @@ def test_a_successor_brings_its_types_and_the_old_service_reads_them(tmp_path):
                 assert [event.type for event in service.history("ann").events] == ["added"]
         assert old.add_events({"events": [event]}).accepted == 0
         assert old.event_types().event_types == [*EVENT_TYPES, "zap"]
-
-
-def test_the_slate_log_has_the_names(tmp_path):
-    options = ServiceOptions(event_types=AWKWARD, journal=tmp_path / "items")
-    service = Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", options)
-    with live(service, slate_log=tmp_path / "log") as client:
-        slate = client.post("/v1/recommend", json={"user": {"id": "ann"}, "k": 3}).json()
-        event = {"user_id": "ann", "item_id": slate["items"][0]["item_id"]}
-        event |= {"attribution_token": slate["attribution_token"]}
-        events = [event | {"type": name} for name in (*AWKWARD, "refused")]
-        answer = client.post("/v1/events", json={"events": events}).json()
-        assert (answer["accepted"], len(answer["rejected"])) == (len(AWKWARD), 1)
-    outcomes = read_log(tmp_path / "log", "outcomes").column("type").to_pylist()
-    assert outcomes == list(AWKWARD)
-    for name in AWKWARD:
-        shown = shown_items(tmp_path / "log", [name])
-        assert shown.column("num_outcomes").to_pylist() == [1, 0, 0]
-
-
-def test_the_environment_lists_names_with_commas(monkeypatch):
-    monkeypatch.setenv("RECSERVE_EVENT_TYPES", "add to wishlist, купить,click")
-    config = ServerConfig.load({"bundle": shared_bundle()})
-    assert list(config.event_types) == ["add to wishlist", "купить", "click"]
-
-
-def packed(events):
-    """A stored history as its format is documented, without the package."""
-    body = b"".join(struct.pack("<QQqfB", *event) for event in events)
-    head = b"RH" + struct.pack("<BBI", 1, 1, len(events))
-    return head + hashlib.sha1(head + body).digest()[:8] + body
-
-
-def test_a_store_of_an_earlier_release_means_the_same(tmp_path):
-    """All 14 numbers keep their names, and a further type that was stored as `event` stays."""
-    bundle, path = typed_bundle(tmp_path, ("click", "wish")), tmp_path / "store"
-    opened = Bundle.open(bundle)
-    catalog, mark = opened.catalog(), int(opened.manifest.files["events.parquet"].sha256[:16], 16)
-    key = item_key(catalog.items.ids[0])
-    events = [(key, n, 1_700_000_000_000_000 + n, 1.0, n) for n in range(14)]
-    marker = "recserve:imported:".ljust(300, ".").encode()
-    with lmdb.open(str(path), map_size=16 << 20) as environment, environment.begin(write=True) as t:
-        t.put(b"ann", packed(events))
-        t.put(marker, packed([(mark, mark, 0, 1.0, 0)]))
-    names = [
-        *("event", "view", "click", "cart", "purchase", "like", "dislike", "rating", "share"),
-        *("save", "play", "complete", "skip", "hide"),
-    ]
-    with Service.open(bundle, f"lmdb:{path}", "cpu") as service:
-        assert [event.type for event in service.history("ann").events] == names
-        item = catalog.items.ids[1]
-        assert (
-            service.add_events(
-                {"events": [{"user_id": "ann", "item_id": item, "type": "wish"}]}
-            ).accepted
-            == 1
-        )
-        assert [event.type for event in service.history("ann").events] == [*names, "wish"]
-        imported = opened.events().user_ids[0]
-        assert service.history(imported).events == []
 
 
 def test_a_trained_type_is_served_as_it_was_trained(tmp_path):

@@ -107,11 +107,6 @@ def test_a_cold_user_has_an_empty_tree(service):
     assert answer.explanation.tree == [] and answer.explanation.tree_omitted == 0
 
 
-def test_without_explain_nothing_is_traced(service):
-    answer = service.recommend(ask(service, "beam"))
-    assert not answer.explanation
-
-
 def test_neighbours_in_a_batch_have_their_own_trees(service):
     users = service.samples(4, 1)["users"]
     asks = [

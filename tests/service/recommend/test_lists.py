@@ -10,7 +10,6 @@ from recserve.bounds import format_time
 from recserve.bundle.bundle import Bundle
 from recserve.features.catalog import popularity as popularity_module
 from recserve.features.catalog.popularity import Popularity, SavedCounts
-from recserve.schemas.items import InvalidRequest
 from recserve.service import Service, ServiceOptions
 from recserve.service import live_catalog as live_catalog_module
 from recserve.service.replacement import hand_over, open_successor
@@ -86,11 +85,6 @@ def test_the_next_answer_counts_events(service):
     assert service.item(rare).popularity == pytest.approx(trained.min() + trained.max() + 1)
 
 
-def test_a_list_that_was_asked_for_is_no_cold_start(service):
-    answer = service.recommend({"user": {"id": "nobody"}, "strategy": "popular", "k": 3})
-    assert answer.degraded == [] and len(answer.items) == 3
-
-
 def test_old_events_count_less(tmp_path):
     options = ServiceOptions(journal=tmp_path / "items", popular_half_life_s=60.0)
     with Service.open(shared_bundle(), f"lmdb:{tmp_path}/store", "cpu", options) as service:
@@ -139,24 +133,6 @@ def test_latest_is_by_time(service):
     put(service, {"item_id": ids[3], "available_from": hour_ago})
     put(service, {"item_id": "second", "available_from": "2020-01-01T00:00:00Z"})
     assert names(service, "latest", 4) == ["first", ids[3], "second", ids[-1]]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"dense_weight": 0.5}, "dense_weight"),
-        ({"outcome": {"click": 1.0}}, "outcome"),
-        ({"strategy": "trending"}, "popular, latest"),
-    ],
-)
-def test_fields_that_a_list_does_not_read_are_refused(service, fields, param):
-    with pytest.raises(InvalidRequest, match=param):
-        service.recommend({"strategy": "popular", **fields})
-
-
-def test_a_model_still_needs_a_user(service):
-    with pytest.raises(InvalidRequest, match="user"):
-        service.recommend({"k": 3})
 
 
 def test_counts_are_kept_over_a_restart(tmp_path):

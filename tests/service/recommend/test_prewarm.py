@@ -11,7 +11,6 @@ from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import RecommendRequest, UserRef
 from recserve.service import Service, ServiceOptions, prewarm
 from tests.support.background_work import settled
-from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
 
@@ -45,20 +44,6 @@ def ask(service, user, **fields):
     return service.recommend(RecommendRequest(user=UserRef(id=user), **fields))
 
 
-def slate(answer):
-    return [(item.item_id, item.score, item.rank, item.source) for item in answer.items]
-
-
-def same_as_beam(service, user, answer, **fields):
-    plain = ask(service, user, strategy="beam", **fields)
-    found, expected = slate(answer), slate(plain)
-    assert answer.exact and [x[:1] + x[2:] for x in found] == [x[:1] + x[2:] for x in expected]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert (mine[1] is None) == (theirs[1] is None)
-        assert mine[1] is None or mine[1] == pytest.approx(theirs[1], abs=2e-5)
-    return plain
-
-
 def submitted(service, monkeypatch):
     """Requests that the engine is given from now on."""
     engine, found = service.engine, []
@@ -70,16 +55,6 @@ def submitted(service, monkeypatch):
 
     monkeypatch.setattr(engine, "submit", noted)
     return found
-
-
-def test_the_roots_are_computed(opened, monkeypatch):
-    with opened() as service:
-        found = submitted(service, monkeypatch)
-        warm(service, "me")
-        assert [type(request).__name__ for request in found] == ["PrewarmQuery"] * 2
-        answer = ask(service, "me", explain=True)
-        assert answer.explanation.root_tokens_computed == 0
-        same_as_beam(service, "me", answer)
 
 
 def test_newer_events_take_the_place_of_a_prewarm_under_way(service, monkeypatch):
@@ -128,25 +103,3 @@ def test_what_was_not_begun_in_time_is_dropped(service, monkeypatch):
         futures = [waiting.future for waiting in engine.queue.background]
     assert all(isinstance(f.exception(timeout=10), DeadlineExceeded) for f in futures)
     assert engine.stats().pages_cached == 0
-
-
-def test_over_http(opened):
-    service = opened()
-    with live(service) as client:
-        happened = [{"user_id": "me", "item_id": e.item_id} for e in events(service, "me").events]
-        body = {"events": happened, "warm": True}
-        answer = client.post("/v1/events", json=body).json()
-        assert (answer["accepted"], answer["warmed"]) == (9, 2)
-        settled(service)
-        assert "\nrecserve_background_depth 0.0" in client.get("/metrics").text
-        asked = {"user": {"id": "me"}}
-        drafted = client.post("/v1/recommend", json=asked).json()
-        plain = client.post("/v1/recommend", json={**asked, "strategy": "beam"}).json()
-        other = client.post("/v1/recommend", json={**asked, "k": 25}).json()
-    assert (drafted["strategy"], drafted["exact"]) == ("speculative", True)
-    assert plain["rounds"] > 1 and len(drafted["items"]) == 10
-    for mine, theirs in zip(drafted["items"], plain["items"], strict=True):
-        assert mine["item_id"] == theirs["item_id"] and mine["rank"] == theirs["rank"]
-        assert mine["score"] == pytest.approx(theirs["score"], abs=2e-5)
-    assert [i["item_id"] for i in other["items"][:10]] == [i["item_id"] for i in plain["items"]]
-    assert other["exact"] and len(other["items"]) == 25

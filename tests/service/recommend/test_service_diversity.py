@@ -18,7 +18,6 @@ from recserve.schemas.items import (
 )
 from recserve.service import Service
 from recserve.service.snapshot import GroupIndex
-from tests.support.live_server import live
 from tests.support.slates import plain_open
 from tests.support.tiny_bundle import shared_bundle
 
@@ -28,13 +27,6 @@ def service(tmp_path_factory):
     store = tmp_path_factory.mktemp("store")
     with Service.open(shared_bundle(), f"lmdb:{store}", "cpu") as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store")
-    with live(Service.open(shared_bundle(), f"lmdb:{store}", "cpu")) as running:
-        yield running
 
 
 def caps_in(snapshot, **diversity):
@@ -235,19 +227,3 @@ class Looked:
             return place(path, count)
 
         log.of_category = noting
-
-
-@pytest.mark.parametrize(
-    ("diversity", "param"),
-    [
-        ({"category": 0}, "diversity.category"),
-        ({"prefix": [1]}, "diversity.prefix"),
-        ({"prefix": [-1, 2]}, "diversity.prefix[0]"),
-        ({"prefix": [40, 2]}, "diversity.prefix"),
-        ({"brand": 2}, "diversity.brand"),
-    ],
-)
-def test_what_is_refused(client, diversity, param):
-    answer = client.post("/v1/recommend", json={"history": ["x"], "diversity": diversity})
-    assert answer.status_code == 422
-    assert answer.json()["error"]["param"] == param, answer.text

@@ -1,16 +1,13 @@
 """Outcomes that name a slate: their time, their user, and what stands for their event."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recserve.schemas.events import EventInput
-from recserve.schemas.items import RecommendRequest, UserRef
-from recserve.service.attribution import MAX_SHOWN, MAX_TOKEN, BadToken, Envelope, Signer
-from recserve.service.pending import ItemCall, Stopwatch
+from recserve.service.attribution import MAX_SHOWN, MAX_TOKEN, BadToken
 from recserve.service.slate_log.records import verify_tokens
 from tests.support.slate_records import SIGNER, slate
 
@@ -28,27 +25,6 @@ def test_an_outcome_has_the_time_of_its_event_or_of_its_arrival():
     assert second.time_us == 1_795_521_600_000_001
 
 
-def test_events_are_judged_one_by_one():
-    """A refused event, one without a token and one with a foreign token hide none after them."""
-    plain = EventInput(user_id="u1", item_id="i")
-    foreign = event(3, user="u2")
-    events = [event(0), event(1), plain, foreign, event(4), event(5, correction="remove"), event(6)]
-    found, wrong = verify_tokens(events, {1}, SIGNER, "hash")
-    assert [one.event.item_id for one in found] == ["i0", "i4", "i6"]
-    assert [one.index for one in wrong] == [3, 5]
-
-
-@pytest.mark.parametrize(("users", "user"), [("id", "u1"), ("none", None)])
-def test_a_user_is_logged_as_the_settings_say(users, user):
-    (one,), _ = verify_tokens([event(0)], set(), SIGNER, users)
-    assert one.user == user
-
-
-def test_a_hashed_user_needs_the_key():
-    (one,), _ = verify_tokens([event(0)], set(), SIGNER, "hash")
-    assert one.user == SIGNER.user("u1") != Signer(b"another key of 16").user("u1")
-
-
 def test_the_key_of_an_event_belongs_to_its_user():
     events = [event(0, event_id="e"), event(1, event_id="e"), event(2)]
     found, _ = verify_tokens(events, set(), SIGNER, "id")
@@ -58,16 +34,6 @@ def test_the_key_of_an_event_belongs_to_its_user():
     other = EventInput(user_id="u2", item_id="i", event_id="e", attribution_token=anonymous)
     (fourth,), _ = verify_tokens([other], set(), SIGNER, "id")
     assert fourth.key not in (None, first)
-
-
-@pytest.mark.parametrize("user", [None, UserRef(id="u1")])
-def test_an_answer_is_signed_for_its_user(user):
-    catalog = SimpleNamespace(items=SimpleNamespace(name="c1"))
-    call = ItemCall(RecommendRequest(user=user), "r1", None, catalog, Stopwatch())
-    fields = Envelope(SIGNER, "m1").fields(call, (), None, ["i"])
-    token = SIGNER.read(fields["attribution_token"])
-    assert token.user == ("" if user is None else SIGNER.user("u1"))
-    assert (token.model_version, token.catalog_version) == ("m1", "c1")
 
 
 def test_every_bit_of_a_token_counts():
@@ -116,9 +82,3 @@ def test_a_token_of_a_long_answer_names_its_first_items_and_can_be_sent(count):
     for item in items[MAX_SHOWN : MAX_SHOWN + 9]:
         with pytest.raises(BadToken, match="among its first 1000 items"):
             SIGNER.team(said, item)
-
-
-def test_a_short_key_signs_nothing():
-    Signer(b"k" * 16)
-    with pytest.raises(ValueError, match="16 bytes or more, got 15"):
-        Signer(b"k" * 15)

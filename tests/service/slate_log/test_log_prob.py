@@ -2,17 +2,13 @@
 
 import random
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from recserve.config import ServerConfig
 from recserve.server.loader import ServiceLoader
-from recserve.service.slate_log import records
 from recserve.service.slate_log.reader import shown_items
 from recserve.service.slate_log.records import token_id
 from tests.support.live_server import run_server
-from tests.support.slate_records import SIGNER, opened, slate
 from tests.support.tiny_bundle import every_strategy_bundle
 
 SCORED = ("beam", "speculative", "specgr")  # the target scores what they answer
@@ -57,23 +53,3 @@ def test_log_probs_are_scores_without_the_dense_head(tmp_path):
             assert row["log_prob"] == pytest.approx(truth[user][row["item_id"]], abs=1e-4)
         else:
             assert row["log_prob"] is None
-
-
-def test_files_without_the_column_are_read(tmp_path, monkeypatch):
-    """A log that an earlier version began and this one continued."""
-    old = pa.list_(pa.struct([field for field in records.SHOWN if field.name != "log_prob"]))
-    place = records.SLATES.get_field_index("items")
-    before = records.SLATES.set(place, pa.field("items", old))
-    monkeypatch.setitem(records.SCHEMAS, "slates", before)
-    for number in range(2):
-        log = opened(tmp_path)
-        log.slate("u1", slate(number), SIGNER)
-        log.close()
-        monkeypatch.undo()
-    files = [pq.read_schema(path).field("items").type for path in tmp_path.glob("slates-*")]
-    assert {len(kind.value_type.fields) for kind in files} == {5, 6}
-    assert shown_items(tmp_path).column("log_prob").null_count == 6
-    again = opened(tmp_path)
-    again.forget("u1", SIGNER)
-    again.close()
-    assert shown_items(tmp_path).num_rows == 0
