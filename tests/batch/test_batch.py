@@ -1,15 +1,13 @@
 """A batch job: parts, manifest and refused rows, with a stand-in for the model."""
 
-import hashlib
 import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.batch.generate import ANSWERS, Defaults, Generator, check_schema
+from recserve.batch.generate import ANSWERS, Defaults, Generator
 from recserve.batch.job import Job, check, run
-from recserve.batch.manifest import OutputExists
 from recserve.batch.together import together
 from recserve.features.history.history import StoreUnavailable
 from recserve.features.tables.parquet import SchemaError
@@ -91,19 +89,6 @@ def test_parts_hold_every_user_in_order(tmp_path):
     assert {p.total for p in seen} == {7}
 
 
-def test_manifest_names_rows_and_hash_of_each_part(tmp_path):
-    source = write(tmp_path / "in.parquet", user_id=["a", "bad", "c"])
-    run(Job(source, tmp_path / "out", 2), InProcess(Generator(recommend, Defaults(k=1))))
-    lines = manifest(tmp_path / "out")
-    assert [(line["first_row"], line["users"], line["rows"], line["errors"]) for line in lines] == [
-        (0, 2, 1, 1),
-        (2, 1, 1, 0),
-    ]
-    for line in lines:
-        content = (tmp_path / "out" / line["part"]).read_bytes()
-        assert line["sha256"] == hashlib.sha256(content).hexdigest()
-
-
 def test_bad_rows_go_to_errors_with_their_row(tmp_path):
     source = write(
         tmp_path / "in.parquet",
@@ -178,39 +163,6 @@ def test_the_output_may_not_lie_in_the_input(tmp_path):
             check(Job(tmp_path, output))
 
 
-def test_same_input_gives_the_same_bytes(tmp_path):
-    source = write(tmp_path / "in.parquet", user_id=[f"u{i}" for i in range(50)])
-    for name in ("one", "two"):
-        run(Job(source, tmp_path / name, 20), InProcess(Generator(recommend, Defaults())))
-    names = sorted(p.name for p in (tmp_path / "one").iterdir())
-    assert names == sorted(p.name for p in (tmp_path / "two").iterdir())
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_row_groups_do_not_move_the_parts(tmp_path):
-    """The same 10 rows in groups of 3 and in one group give the same parts."""
-    table = pa.table({"user_id": [f"u{i}" for i in range(10)]})
-    pq.write_table(table, tmp_path / "grouped.parquet", row_group_size=3)
-    pq.write_table(table, tmp_path / "whole.parquet")
-    for name in ("grouped", "whole"):
-        job = Job(tmp_path / f"{name}.parquet", tmp_path / name, rows_per_part=4)
-        run(job, InProcess(Generator(recommend, Defaults(k=1))))
-    grouped, whole = manifest(tmp_path / "grouped"), manifest(tmp_path / "whole")
-    assert [{**line, "input": "whole.parquet"} for line in grouped] == whole
-    assert [line["users"] for line in manifest(tmp_path / "whole")] == [4, 4, 2]
-
-
-def test_a_failing_model_leaves_no_part(tmp_path):
-    def fail(bodies):
-        raise RuntimeError("device lost")
-
-    source = write(tmp_path / "in.parquet", user_id=["a"])
-    with pytest.raises(RuntimeError, match="device lost"):
-        run(Job(source, tmp_path / "out"), InProcess(Generator(fail, Defaults())))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["_job.json"]
-
-
 def test_a_store_that_is_down_ends_the_job(tmp_path):
     """Popular slates for everybody are not what was asked for."""
     source = write(tmp_path / "in.parquet", user_id=["a"])
@@ -261,22 +213,6 @@ def test_a_finished_job_is_not_computed_again_unless_told(tmp_path):
     ]
 
 
-def test_a_folder_that_no_job_wrote_is_never_replaced(tmp_path):
-    source = write(tmp_path / "in.parquet", user_id=["a"])
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter.txt").write_text("x")
-    job = Job(source, tmp_path / "home", overwrite=True)
-    with pytest.raises(OutputExists, match="needs a folder with a _manifest.jsonl"):
-        run(job, InProcess(Generator(recommend, Defaults())))
-    (tmp_path / "home" / "_job.json").write_text('{"name": "of another program"}')
-    with pytest.raises(OutputExists, match="is not empty"):
-        run(job, InProcess(Generator(recommend, Defaults())))
-    assert [path.read_text() for path in sorted((tmp_path / "home").iterdir())] == [
-        '{"name": "of another program"}',
-        "x",
-    ]
-
-
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
@@ -307,17 +243,6 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path):
         check(Job(tmp_path / "in.jsonl", tmp_path / "out"))
     with pytest.raises(SchemaError, match="no such file"):
         check(Job(tmp_path / "none.parquet", tmp_path / "out"))
-
-
-def test_columns_that_nothing_reads_are_named(tmp_path):
-    schema = pa.schema([("user_id", pa.large_string()), ("exclude_sean", pa.bool_())])
-    assert check_schema(schema, tmp_path / "in.parquet") == ("exclude_sean",)
-
-
-@pytest.mark.parametrize("k", [0, 1001])
-def test_k_has_bounds(k):
-    with pytest.raises(ValueError, match=f"k is {k}; expected 1..1000"):
-        Defaults(k=k)
 
 
 def test_groups_of_the_real_service_repeat_to_the_last_bit(tmp_path):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.batch.manifest import JOB, MANIFEST, SUCCESS, OutputExists, OutputFolder
+from recserve.batch.manifest import MANIFEST, SUCCESS, OutputExists, OutputFolder
 from recserve.batch.part import ERRORS_FOLDER, TEMPORARY, Generated, JobPart, write_part
 from recserve.batch.source import LINE, Partition
 
@@ -23,12 +23,6 @@ def finished(folder, number: int, content: bytes = b"four") -> JobPart:
     return JobPart(name, "in.parquet", 2 * number, 2, 2, 0, len(content), digest)
 
 
-def test_folders_above_are_made(tmp_path):
-    path = tmp_path / "a" / "b" / "out"
-    with OutputFolder(path) as output:
-        assert path.is_dir() and not output.whole and output.done == {}
-
-
 def test_a_folder_with_other_files_is_refused_and_left(tmp_path):
     (tmp_path / "letter.txt").write_text("x")
     for overwrite in (False, True):
@@ -40,62 +34,10 @@ def test_a_folder_with_other_files_is_refused_and_left(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{TEMPORARY}1", "letter.txt"]
 
 
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "out").write_text("x")
-    with pytest.raises(OutputExists, match="is not empty"):
-        OutputFolder(tmp_path / "out")
-
-
 def test_a_folder_that_only_holds_unfinished_files_is_used(tmp_path):
     (tmp_path / f"{TEMPORARY}1").write_text("x")
     with OutputFolder(tmp_path):
         assert list(tmp_path.iterdir()) == []
-
-
-def test_overwriting_removes_the_parts_of_the_earlier_job(tmp_path, caplog):
-    """Files that no job wrote stay, and a warning names them."""
-    with OutputFolder(tmp_path) as output:
-        output.claim({"format": 1, "k": 1})
-        output.add(finished(tmp_path, 0))
-        output.finish([partition(0)], ".parquet")
-        assert output.whole
-    (tmp_path / ERRORS_FOLDER).mkdir()
-    (tmp_path / ERRORS_FOLDER / f"{partition(0).name}.jsonl").write_text("{}")
-    (tmp_path / "letter.txt").write_text("x")
-    with OutputFolder(tmp_path, overwrite=True) as output:
-        assert sorted(path.name for path in tmp_path.iterdir()) == [JOB, "letter.txt"]
-        assert list(output.check_parts()) == [] and not output.whole
-        output.claim({"format": 1, "k": 2})
-    assert "letter.txt" in caplog.text
-
-
-def test_facts_may_be_added_but_not_changed(tmp_path):
-    with OutputFolder(tmp_path) as output:
-        output.claim({"format": 1, "k": 1})
-        output.claim({"format": 1, "k": 1, "model": "m"})
-        assert '"model": "m"' in (tmp_path / JOB).read_text()
-        with pytest.raises(OutputExists, match="k was 1 and is 2"):
-            output.claim({"format": 1, "k": 2})
-    with (
-        OutputFolder(tmp_path) as output,
-        pytest.raises(OutputExists, match="model was 'm' and is 'n'"),
-    ):
-        output.claim({"format": 1, "k": 1, "model": "n"})
-
-
-def test_parts_that_are_not_whole_are_forgotten(tmp_path):
-    with OutputFolder(tmp_path) as output:
-        output.claim({"format": 1, "k": 1})
-        parts = [finished(tmp_path, number) for number in range(3)]
-        for part in parts:
-            output.add(part)
-        output.finish([partition(number) for number in range(3)], ".parquet")
-    (tmp_path / parts[0].part).unlink()
-    (tmp_path / parts[1].part).write_bytes(b"three")
-    with OutputFolder(tmp_path) as output:
-        assert list(output.check_parts()) == [parts[2]] == list(output.done.values())
-        assert not output.whole
-        assert len((tmp_path / MANIFEST).read_text().splitlines()) == 1
 
 
 def test_the_manifest_is_in_the_order_of_the_input(tmp_path):

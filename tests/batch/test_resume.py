@@ -127,17 +127,13 @@ PART |= {"rows": 4, "errors": 0, "bytes": 9, "sha256": "0" * 64}
     ("line", "words"),
     [
         ("", "Input data was truncated"),
-        ("{", "Input data was truncated"),
-        ("[]", "Expected `object`, got `array`"),
         ("7", "Expected `object`, got `int`"),
         ('{"of": ' + "[" * 100_000, "recursion depth"),
         ('{"part": "\udcff"}', "'utf-8' codec can't decode byte 0xff"),
         (json.dumps({"part": "part-00000.parquet"}), "missing required field `input`"),
         (json.dumps(PART | {"part": "../in.parquet"}), r"matching regex .* `\$.part`"),
         (json.dumps(PART | {"part": "part-00000.parquet\n"}), r"matching regex .* `\$.part`"),
-        (json.dumps(PART | {"part": None}), "Expected `str`, got `null`"),
         (json.dumps(PART | {"bytes": -1}), r"Expected `int` >= 0 .* `\$.bytes`"),
-        (json.dumps(PART | {"bytes": "9"}), "Expected `int`, got `str`"),
         (json.dumps(PART | {"users": 10**400}), r"Expected `int` <= .* `\$.users`"),
         (json.dumps(PART | {"sha256": "no"}), r"matching regex .* `\$.sha256`"),
     ],
@@ -189,13 +185,6 @@ def test_another_job_in_the_folder_is_refused(tmp_path, change, words):
     assert files(tmp_path / "out") == before
     run(Job(source, tmp_path / "out", job.rows_per_part, overwrite=True), other)
     assert (tmp_path / "out" / SUCCESS).exists()
-
-
-def test_overwriting_starts_anew(tmp_path):
-    source = users(tmp_path / "in.parquet", 9)
-    expected = undisturbed(source, tmp_path / "out", 2)
-    report = run(Job(source, tmp_path / "out", 2, overwrite=True), runner())
-    assert report.resumed == 0 and files(tmp_path / "out") == expected
 
 
 FOREIGN = ["notes.txt", "part-00000.csv", "part-1.parquet", "part-00001.parquet.old"]
@@ -307,12 +296,6 @@ def undisturbed_with(source, folder):
 def test_few_rejected_rows_do_not_end_a_small_job(tmp_path):
     source = users(tmp_path / "in.parquet", 6, bad_every=2)
     assert run(Job(source, tmp_path / "out", max_error_rate=0.0), runner()).errors == 3
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.5])
-def test_the_error_rate_is_a_share(tmp_path, rate):
-    with pytest.raises(ValueError, match="expected 0 to 1"):
-        Job(tmp_path, tmp_path, max_error_rate=rate)
 
 
 def test_a_folder_is_one_job_whose_parts_stay_within_files(tmp_path):

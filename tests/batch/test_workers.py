@@ -196,11 +196,3 @@ def test_two_ray_actors_write_the_bytes_of_one_process(recipe, calm, tmp_path):
     run(Job(source, tmp_path / "out", 12), RayWorkers(recipe, 2), seen.append)
     assert seen[-1].done == 90
     assert files(tmp_path / "out") == files(output)
-
-
-@pytest.mark.slow
-def test_ten_kills_lose_nothing():
-    command = [sys.executable, "-m", "benchmarks.batch.kills", "--points", "10"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 kills" in done.stdout and "0 differ" in done.stdout

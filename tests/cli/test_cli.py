@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,23 +72,11 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.count("Usage") == done.stdout.count("HEAVY set()") == len(pages)
 
 
-def test_help_names_every_command():
-    page = run("--help").stdout
-    for command in COMMANDS:
-        assert command.split()[0] in page
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command):
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert "Usage" in result.stdout
-
-
-def test_every_trainer_has_its_own_help():
-    pages = [run(*command.split(), "--help").stdout for command in COMMANDS if "train " in command]
-    bodies = {page.split("\n", 3)[3] for page in pages}  # without the line with the command
-    assert len(pages) == 4 and len(bodies) == len(pages)
 
 
 def test_version_is_printed():
@@ -220,26 +207,6 @@ def test_verify_accepts_the_bundle_and_finds_a_changed_byte(bundle, tmp_path):
     assert "vectors.safetensors" in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("counts", "said"),
-    [
-        ((1, 1, 1, 0, 0), "1 user, 1 row in 1 part, 1.5 s"),
-        ((5, 24, 3, 2, 0), "5 users, 24 rows in 3 parts (2 by earlier runs), 1.5 s"),
-        ((0, 0, 0, 0, 1), "0 users, 0 rows in 0 parts, 1 refused (see _errors), 1.5 s"),
-    ],
-)
-def test_a_finished_job_is_counted(counts, said, tmp_path, monkeypatch):
-    users, rows, parts, resumed, errors = counts
-    report = SimpleNamespace(
-        users=users, rows=rows, parts=[None] * parts, resumed=resumed, errors=errors, seconds=1.5
-    )
-    monkeypatch.setattr("recserve.batch.job.run", lambda *given: report)
-    source = tmp_path / "users.parquet"
-    pq.write_table(pa.table({"user_id": ["a"]}), source)
-    result = run("batch", "--bundle", tmp_path, "--input", source, "--output", tmp_path / "out")
-    assert result.stdout.splitlines()[-1] == said
-
-
 @pytest.mark.slow
 def test_batch_writes_the_answers_of_recommend(bundle, store, tmp_path):
     """Two users of the store, one with a history of its own, one nobody knows, one refused."""
@@ -362,16 +329,3 @@ def test_doctor_examines_bundle_and_store(bundle, store):
     said = " ".join(result.stdout.replace("│", " ").split())
     assert "a GPU captures" in said or "never captured" in said  # without a GPU, and with one
     assert run("doctor", "--store", "redis://127.0.0.1:1/0").exit_code == 1
-
-
-def test_serve_refuses_a_wrong_setting(tmp_path):
-    config = tmp_path / "serve.yaml"
-    config.write_text("bundel: x\n")
-    result = run("serve", "--config", config)
-    assert result.exit_code == 1
-    assert "did you mean bundle?" in str(result.exception)
-
-
-@pytest.mark.parametrize("flag", ["-v", "--version"])
-def test_the_version_is_printed(flag):
-    assert run(flag).stdout.startswith("recserve ")

@@ -97,12 +97,6 @@ def test_no_other_depths_are_better(counts, cost, draft_ms):
     assert rate(policy, cost, counts, chosen) >= 0.97 * best
 
 
-def test_free_nodes_are_all_taken_and_dear_ones_never():
-    for cost, wanted in ((Cost((1, 9999), (5.0, 5.0)), 5), (Cost((1, 9999), (1.0, 9999.0)), 0)):
-        policy = taught(cost, {"d": (0.6, 5)})
-        assert depths_of(policy, {"d": 8}, {"d": 5}) == {"d": wanted}
-
-
 def test_drafts_shrink_as_the_load_grows_and_come_back():
     policy = taught(ROOFLINE, {"d": (0.7, 6)})
     rising = [depths_of(policy, {"d": n}, {"d": 6})["d"] for n in range(1, 129)]

@@ -37,10 +37,6 @@ def address(tmp_path_factory):
         yield str(server.base_url).rstrip("/")
 
 
-def test_the_page_has_an_example_of_each_part():
-    assert len(EXAMPLES) == 6 and all(ADDRESS in example for example in EXAMPLES)
-
-
 @pytest.mark.parametrize("number", range(6))
 def test_examples_run(address, number):
     printed = io.StringIO()

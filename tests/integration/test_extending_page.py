@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -75,19 +74,6 @@ def installed(site, monkeypatch):
         sys.modules.pop(Path(name).stem, None)
     monkeypatch.undo()
     forget_plugins()
-
-
-def test_the_page_has_a_package_for_each_group(site):
-    found = {
-        entry.group: entry.value
-        for package in distributions(path=[str(site)])
-        for entry in package.entry_points
-    }
-    assert sorted(found) == [
-        f"recserve.{g}" for g in ("drafters", "stores", "strategies", "verifiers")
-    ]
-    modules = {value.partition(":")[0] for value in found.values()}
-    assert modules == {Path(name).stem for name in CODE} and len(CODE) == 4
 
 
 def test_the_drafter_proposes_within_its_budget(installed):

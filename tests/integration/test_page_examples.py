@@ -215,38 +215,3 @@ def test_a_page_says_what_serves_the_model_that_it_names():
             text = part.text if isinstance(part, Block) else str(part)
             if re.search(r'model="|"model": "', text) and not isinstance(part, Serve):
                 assert serve_before(parts, index) or demo, f"{page}: {text}"
-
-
-def test_examples_are_found():
-    parts = read_page("docs/reference/http.md")
-    (deleted,) = (p for p in parts if isinstance(p, Request) and "user000030" in p.path)
-    assert (deleted.method, deleted.path, deleted.body) == ("DELETE", "/v1/users/user000030", None)
-    assert read_comment(deleted.shown) == (204, None)
-    (rollback,) = (p for p in parts if isinstance(p, Request) and p.path == "/v1/items:rollback")
-    assert rollback.body == '{"catalog_version": "VERSION.1"}'
-    assert read_comment(rollback.shown)[1] == {
-        "catalog_version": "VERSION.3",
-        "restored": "VERSION.1",
-    }
-    serve, token, event = read_page("docs/guides/slate-log.md")[:3]
-    assert isinstance(serve, Serve) and serve.words[-1] == "slates"
-    assert isinstance(token, Request) and isinstance(event, Request) and event.body is not None
-    assert (token.variable, token.field) == ("TOKEN", "attribution_token")
-    assert '"$TOKEN"' in event.body
-
-
-@pytest.mark.parametrize(
-    ("shown", "answer"),
-    [
-        ({"name": 1}, {}),
-        ({"items": []}, {"items": [1]}),
-        ({"items": [1]}, {"items": []}),
-        ({"items": [{"score": 0.1}]}, {"items": [{"rank": 1}]}),
-        ({"score": 0.1}, {"score": "0.1"}),
-        ({"exact": True}, {"exact": 1}),
-        ({"model": "a"}, {"model": "b"}),
-    ],
-)
-def test_a_difference_is_found(shown, answer):
-    assert find_difference(shown, answer)
-    assert find_difference(shown, shown) is None
