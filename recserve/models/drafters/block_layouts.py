@@ -26,7 +26,9 @@ from recserve.models.drafters.block_heads import (
     SelectorConfig,
 )
 from recserve.models.drafters.network_files import (
+    SIZES,
     SLIDING,
+    WITHOUT_EFFECT,
     check_names,
     check_neutral,
     lay_over,
@@ -44,14 +46,6 @@ from recserve.models.loading import (
     read_whole,
 )
 
-# Fields that read_config reads.
-SIZES = (
-    *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "rope_theta"),
-    *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
-    *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
-    *("mlp_bias", "pretraining_tp", "quantization_config", "vocab_size"),
-    "original_max_position_embeddings",
-)
 # Fields that this file reads, at the top, in `dflash_config` or in `transformer_layer_config`.
 OWN = (
     *("dflash_config", "transformer_layer_config", "speculators_model_type", "architectures"),
@@ -66,17 +60,12 @@ OWN = (
     *("markov_rank", "markov_head_type", "max_window_layers", "num_target_layers"),
     *("use_aux_hidden_state", "draft_num_hidden_layers"),
 )
-# Fields without an effect on drafts. A draft's size follows the budget, not the confidence head.
-WITHOUT_EFFECT = (
-    *("torch_dtype", "dtype", "transformers_version", "initializer_range", "use_cache"),
-    *("attention_dropout", "_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id"),
-    *("tie_word_embeddings", "auto_map", "speculators_version", "speculators_config"),
+# Other fields without an effect. A draft's size follows the budget, not the confidence head.
+OTHERS = (
     *("num_anchors", "max_anchors", "enable_confidence_head", "confidence_head_with_markov"),
     *("ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha", "loss_decay_gamma", "auf"),
-    *("embed_requires_grad", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim"),
-    *("lambda_base_start", "lambda_base_decay_ratio", "_attn_implementation"),
-    *("attn_implementation", "use_confidence_head", "target_model_name_or_path"),
-    *("target_model_type", "modal_type"),
+    *("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "use_confidence_head"),
+    *("lambda_base_start", "lambda_base_decay_ratio"),
 )
 # Fields that are read in one place only.
 TOP = (
@@ -156,7 +145,7 @@ def read_block_config(
     """
     inner = read_object(fields, "transformer_layer_config")
     nested = read_object(fields, "dflash_config")
-    known = {*SIZES, *OWN, *WITHOUT_EFFECT}
+    known = {*SIZES, *OWN, *WITHOUT_EFFECT, *OTHERS}
     check_names(fields, known - {*NESTED})
     check_names(inner, known - {*NESTED, *TOP[-3:]}, "transformer_layer_config")
     check_names(nested, known - {*SIZES, *TOP}, "dflash_config")
@@ -186,7 +175,9 @@ def read_block_config(
     ):
         if (stated := found.get(name, default=expected)) != expected:
             raise UnsupportedModel(f"{name} is {stated}; the target has {expected}")
-    check_neutral(found.top, {"draft_num_hidden_layers": found.top.get("num_hidden_layers")})
+    depth = found.top.get("num_hidden_layers")
+    neutral = {"position_embedding_type": "rope", "qkv_bias": False}
+    check_neutral(found.top, {"draft_num_hidden_layers": depth, **neutral})
     network = replace(
         read_config(sizes, decoder.max_positions).decoder,
         qk_norm=any(name.endswith("q_norm.weight") for name in tensors),

@@ -8,6 +8,7 @@
     EAGLE-3.1     also fc_norm.N or input_norm
     speculators   as EAGLE-3 with layers.0.; sizes are inside transformer_layer_config. Its EAGLE-1
                   has fusion_fc, transformer.*, post_embedding_layernorm, pre_lm_head_layernorm
+    vLLM          EAGLE-1 with all fields inside model, and eagle_fc_bias
     P-EAGLE       as EAGLE-3 of speculators with layers.N., mask_hidden, often embed_tokens
 
 Every field of the configuration is read, known to change nothing, or an error. The same holds for
@@ -85,7 +86,7 @@ OWN = (
     *("speculators_model_type", "use_aux_hidden_state", "mask_token_id", "add_para_norm"),
     *("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm"),
     *("next_layer_regular", "parallel_draft_step", "parallel_drafting", "num_target_layers"),
-    "draft_num_hidden_layers",
+    *("draft_num_hidden_layers", "model", "method", "truncated_vocab_size", "eagle_fc_bias"),
     NEOX,
 )
 # Fields of `eagle_config`.
@@ -96,7 +97,7 @@ NESTED = (
 )
 # Other fields without an effect on the network's outputs. `layernorms` follows from the tensors.
 WITHOUT_EFFECT = (
-    *("ttt_length", "step_loss_decay", "embed_requires_grad", "layernorms", "para_depths"),
+    *("ttt_length", "step_loss_decay", "layernorms", "para_depths"),
     *("down_sample_ratio", "down_sample_ratio_min", "max_seq_len", "prediction_loss_weight"),
     *("has_lm_head", "parallel_draft_heads_num_layers"),
 )
@@ -137,6 +138,10 @@ def read_eagle_config(
     fields: dict[str, Any], tensors: set[str], target: LanguageModel
 ) -> EagleConfig:
     """Reads a configuration. The tensors' names tell EAGLE-3 from the versions before it."""
+    whole = read_object(fields, "model")
+    check_fields(whole, (*OWN, *WITHOUT_EFFECT), "model")
+    fields = {name: value for name, value in fields.items() if name != "model" or not whole}
+    fields = lay_over(fields, whole, "model")
     inner = read_object(fields, "transformer_layer_config")
     nested = read_object(fields, "eagle_config")
     check_fields(fields, (*OWN, *WITHOUT_EFFECT))
@@ -183,6 +188,9 @@ def read_eagle_config(
             "next_layer_regular": True,
             "parallel_draft_step": 1,
             "parallel_drafting": mask is not None,
+            "method": "eagle3" if fused else "eagle",
+            "truncated_vocab_size": own.vocab_size,
+            "eagle_fc_bias": "fc.bias" in tensors,
         },
     )
     windows = read_windows(sizes, sized.num_layers, decoder.max_positions)

@@ -75,9 +75,7 @@ OWN = (
 WITHOUT_EFFECT = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads"),
     *("linear_num_value_heads", "linear_value_head_dim", "full_attention_interval"),
-    *("mamba_ssm_dtype", "embed_requires_grad", "vision_config"),
-    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("audio_token_id", "language_model_only", "output_gate_type"),
+    *("mamba_ssm_dtype", "output_gate_type"),
 )
 # Families whose norms are differences from 1, and whose attention has a gate.
 CENTRED = ("qwen3_next", "qwen3_5")

@@ -34,7 +34,7 @@ SIZES = (
     *("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"),
     *("rms_norm_eps", "rope_scaling", "rope_parameters", "attention_bias", "hidden_act"),
     *("mlp_bias", "use_sliding_window", "pretraining_tp", "quantization_config", "vocab_size"),
-    *("bos_token_id", "eos_token_id", "tie_word_embeddings", "qkv_bias"),
+    "qkv_bias",
     "original_max_position_embeddings",
 )
 # Values of `model_type` whose layers are computed here. A draft layer of a mixture of experts is
@@ -48,7 +48,15 @@ WITHOUT_EFFECT = (
     *("auto_map", "target_model_type", "modal_type", "decoder_sparse_step", "mlp_only_layers"),
     *("position_embedding_type", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
-    *("output_router_logits", "target_model_name_or_path"),
+    *("output_router_logits", "target_model_name_or_path", "num_local_experts"),
+    *("experts_per_token", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
+    # Attributes of transformers' classes, which speculators and ModelOpt write too.
+    *("has_no_defaults_at_init", "base_model_tp_plan", "base_model_pp_plan"),
+    *("base_model_ep_plan", "_attn_implementation", "attn_implementation"),
+    # Of the pictures and sounds that the target reads.
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
+    *("vision_end_token_id", "audio_token_id", "language_model_only"),
+    "embed_requires_grad",
 )
 # Fields that describe the file at the top, and the layers inside an object.
 APART = (
