@@ -6,17 +6,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import is_
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepInputs, draft_probs
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import TokenTree
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import TokenCounts, past_of
+from recserve.speculation.logits_processor import TextColumns, TokenCounts
 from recserve.speculation.sampling_table import SamplingTable, sampling_table
 from recserve.speculation.verifiers.registry import (
     GREEDY,
@@ -59,53 +56,22 @@ class TextGroup:
         """[B] token of node 0 of every tree."""
         return [context.tokens[-1] for context in self.contexts]
 
-    def slots(self, table: Tensor) -> Tensor:
-        """Returns [T] pool slot of each node. Node n follows n slots after node 0.
+    def inputs(self, counts: TokenCounts | None) -> StepInputs:
+        """Returns what the step of the group reads besides its nodes and their states.
 
         Args:
-            table: [R, W] slot table of the cache.
-        """
-        if len(self.sequences) == 1:
-            (text,) = self.sequences
-            return text.slots[text.length - 1 : text.length + self.sizes[0]]
-        sizes = np.array(self.sizes) + 1
-        first = [s.row * table.shape[1] + s.length - 1 for s in self.sequences]
-        places = np.repeat(first - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
-        return table.view(-1)[on_device(places, table.device)]
-
-    def inputs(self, tree: TokenTree, slots: Tensor, counts: TokenCounts | None) -> StepInputs:
-        """Returns what the step of these trees reads besides the states of the nodes.
-
-        Args:
-            tree: The packed trees.
-            slots: [T] pool slot of each node.
             counts: Token counts of all rows. None if no text of the group has penalties.
         """
-        device, table, contexts = slots.device, self.table, self.contexts
-        past = lengths = rules = rows = None
-        plain = table.plain
-        if not plain:
-            past = past_of(table, contexts, counts)
-        if counts is not None:
-            rows = on_device([context.row for context in contexts], device)
-        if not (plain and table.greedy):
-            lengths = on_device([len(context.tokens) for context in contexts], device)
-        if self.rule == MIXED:
-            rules = on_device(numbers_of(self.rules), device)
+        table, device = self.table, self.table.seeds.device
         return StepInputs(
             rule=self.rule,
-            tree=tree,
             depth=self.depth,
-            slots=slots,
             forks=self.forks,
             table=table,
-            past=past,
+            texts=TextColumns.of(self.contexts, table),
             counts=counts,
-            rows=rows,
-            lengths=lengths,
             probs=None if table.greedy else draft_probs(self.drafts, device),
-            rules=rules,
-            fixed_shapes=slots.is_cuda,
+            rules=on_device(numbers_of(self.rules), device) if self.rule == MIXED else None,
         )
 
 

@@ -266,9 +266,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         tree = self._pack(trees.last_tokens, trees.drafts)
         lengths = [len(context.tokens) - 1 for context in trees.contexts]
         prefixes = self.kv.before(trees.sequences, lengths)
-        return TreeBatch(
-            tree, None, trees.slots(self.kv.slots), prefixes, inputs=NodeInputs(tree.tokens)
-        )
+        slots = prefixes.slots_after(tree)
+        return TreeBatch(tree, None, slots, prefixes, inputs=NodeInputs(tree.tokens))
 
     def forward(self, parts: Seq[TreeBatch]) -> list[StepStates]:
         """Returns the states of each part, with those between layers that drafters read."""
@@ -316,8 +315,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         counts = None
         if not trees.table.plain and any(c.params.counts_tokens for c in trees.contexts):
             counts = self.token_counts
-        inputs = trees.inputs(batch.tree, batch.slots, counts)
-        self._commit(trees, text_step(self.model, self.runner.pool, inputs, states))
+        self._commit(
+            trees, text_step(self.model, self.runner.pool, batch, trees.inputs(counts), states)
+        )
 
     def draft_health(self) -> dict[str, DraftHealth]:
         """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""

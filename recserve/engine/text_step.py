@@ -13,18 +13,19 @@ from torch import Tensor
 
 from recserve.engine.text_trees import drawn_rows
 from recserve.kernels.acceptance import acceptance
-from recserve.kernels.acceptance.acceptance import DraftProbs, Walk
+from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.cache import moves as path_moves
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
 from recserve.models.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.logits_processor import LogitsProcessor, Past, TokenCounts
+from recserve.speculation.logits_processor import LogitsProcessor, TextColumns, TokenCounts
 from recserve.speculation.sampling_table import SamplingTable
 from recserve.speculation.verifier import Accepted, ScoredTrees
 from recserve.speculation.verifiers.registry import verify
@@ -136,8 +137,7 @@ class StepOutputs:
     @property
     def accepted(self) -> Accepted:
         """The accepted nodes."""
-        nodes = self.depth + 1
-        return Accepted(self.results[:, :nodes], self.results[:, nodes], self.results[:, nodes + 1])
+        return Accepted.unpack(self.results, self.depth)
 
     @property
     def tokens(self) -> Tensor:
@@ -171,88 +171,76 @@ class StepOutputs:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step reads besides the states of its nodes: B trees and their texts.
+    """What a step reads of B texts, besides their trees and the states of the nodes.
 
     A captured step has these in buffers, padded to fixed sizes. A launched one has exact sizes.
 
     Attributes:
         rule: Acceptance rule of all texts, or MIXED.
-        tree: The packed trees with T nodes.
         depth: D, most levels below a node 0.
-        slots: [T] pool slot of each node.
         forks: Whether a tree may fork. The paths of others lie in their final slots already.
         table: Sampling parameters.
-        past: What the parameters need of the committed tokens. None: temperature and truncation
-            need nothing.
+        texts: The committed tokens of the texts.
         counts: Where accepted tokens are counted. None: no text has penalties.
-        rows: [B] row of each text in `counts`. Read with `counts` only.
-        lengths: [B] committed tokens. None: all texts take the likeliest token, without noise.
         probs: Distributions that the nodes were drawn from. None: all tokens were chosen.
         rules: [B] number of each text's rule. None: `rule` is that of all texts.
-        fixed_shapes: Whether no shape may depend on a draw, and the host may not wait: on a device,
-            and in a captured step. On a CPU, reading a number is free, and a rule then draws along
-            the path only instead of at all nodes.
     """
 
     rule: str
-    tree: TokenTree
     depth: int
-    slots: Tensor
     forks: bool
     table: SamplingTable
-    past: Past | None
-    counts: TokenCounts | None
-    rows: Tensor | None
-    lengths: Tensor | None
-    probs: DraftProbs | None
-    rules: Tensor | None
-    fixed_shapes: bool
+    texts: TextColumns
+    counts: TokenCounts | None = None
+    probs: DraftProbs | None = None
+    rules: Tensor | None = None
 
 
 def text_step(
-    model: LanguageModel, pool: KVPool, inputs: StepInputs, states: StepStates
+    model: LanguageModel, pool: KVPool, batch: TreeBatch, inputs: StepInputs, states: StepStates
 ) -> StepOutputs:
     """Does what follows the forward pass of a text step: logits, acceptance and moves.
 
-    It is one function for launched and for captured steps.
+    It is one function for launched and for captured steps. On a device, and in a captured step, no
+    shape may depend on a draw, and the host may not wait. On a CPU, reading a number is free, and a
+    rule then draws along the path only instead of at all nodes.
 
     Args:
         model: The target.
         pool: Its key-value pool.
-        inputs: The trees and their texts.
+        batch: B packed trees with T nodes, all of them computed now.
+        inputs: The texts of the trees.
         states: States of the T nodes.
     """
-    tree, depth, table, past = inputs.tree, inputs.depth, inputs.table, inputs.past
-    logits, accepted = model.logits(states.final), None
-    if inputs.lengths is None:
-        results = acceptance.greedy_paths(logits, tree, depth)
-    else:
-        fixed, alone = inputs.fixed_shapes, past is None and (table.greedy or not table.truncates)
-        scored = ScoredTrees(
-            tree=tree,
-            depth=depth,
-            target=LogitsProcessor(logits, tree, depth, table, past, fixed),
-            seeds=table.seeds,
-            lengths=inputs.lengths,
-            vocab_size=logits.shape[1],
-            probs=inputs.probs,
-            greedy=table.greedy,
-            logits=logits if alone else None,
-            temperatures=table.temperature,
-            fixed_shapes=fixed,
-            rules=inputs.rules,
-        )
-        accepted = verify(inputs.rule, scored)
-        walk = Walk(accepted.nodes, accepted.lengths, accepted.bonus)
-        results = acceptance.pack_paths(walk, tree, logits)
+    tree, depth, table, texts = batch.tree, inputs.depth, inputs.table, inputs.texts
+    logits, past = model.logits(states.final), texts.past(table, inputs.counts)
+    fixed = batch.fixed_shapes or batch.slots.is_cuda
+    alone = past is None and (table.greedy or not table.truncates)
+    scored = ScoredTrees(
+        tree=tree,
+        depth=depth,
+        target=LogitsProcessor(logits, tree, depth, table, past, fixed),
+        seeds=table.seeds,
+        lengths=texts.lengths,
+        vocab_size=logits.shape[1],
+        probs=inputs.probs,
+        greedy=table.greedy,
+        logits=logits if alone else None,
+        temperatures=table.temperature,
+        fixed_shapes=fixed,
+        rules=inputs.rules,
+    )
+    accepted = verify(inputs.rule, scored)
+    results = accepted.packed
+    if results is None:
+        results = acceptance.pack_paths(accepted, tree, logits)
     outputs = StepOutputs(results, depth, logits, states)
     if inputs.forks:
-        move_accepted(pool, tree, accepted or outputs.accepted, inputs.slots)
-    if inputs.counts is not None and inputs.rows is not None:
-        paths = accepted or outputs.accepted
-        bonus = paths.bonus[:, None]
+        move_accepted(pool, tree, accepted, batch.slots)
+    if inputs.counts is not None:
+        bonus = accepted.bonus[:, None]
         tokens = torch.cat([outputs.tokens[:, 1:], bonus], 1)
-        inputs.counts.add(inputs.rows, tokens, torch.cat([paths.nodes[:, 1:], bonus], 1) >= 0)
+        inputs.counts.add(texts.rows, tokens, torch.cat([accepted.nodes[:, 1:], bonus], 1) >= 0)
     return outputs
 
 

@@ -69,7 +69,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter, RankedHeads
-from recserve.speculation.logits_processor import Past, TokenCounts, last_committed
+from recserve.speculation.logits_processor import TextColumns, TokenCounts, last_committed
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.sampling_table import SamplingCapacity, SamplingTable, sampling_table
 from recserve.speculation.verifiers.registry import (
@@ -203,10 +203,9 @@ class _StepColumns(Generic[Array]):
     Attributes:
         trees: [5, T] columns of the packed trees (text_trees.py).
         offsets: [B + 1] first node of each tree.
-        rows, lengths, numbers, rules: [B] row of the slot table, committed tokens, output tokens
-            and acceptance rule of each text.
+        rows, lengths, numbers, last_tokens: As in `TextColumns`.
+        rules: [B] number of each text's acceptance rule.
         drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
-        last_tokens: [B, W] last committed tokens.
     """
 
     trees: Array
@@ -314,39 +313,26 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         )
         width, starts = self.kv.width, columns.rows * self.kv.width
         prefixes = Prefixes.on_device(self.kv.slots, starts, columns.lengths - 1, width)
-        owners = tree.tree_ids()
-        index = torch.arange(tree.num_nodes, device=owners.device)
-        # Node n of a tree lies n slots after the prefix of its text.
-        first = starts + prefixes.lengths - columns.offsets[:-1]
-        slots = self.kv.slots.view(-1)[first[owners] + index]
+        slots = prefixes.slots_after(tree)
         batch = TreeBatch(tree, None, slots, prefixes, fillers=1, fixed_shapes=True)
         taps, gate = taps_for(self.readers), None
         if self.masks is not None:
             gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
         x = self.runner.adapter.embed(NodeInputs(tree.tokens), gate)
         hidden = self.runner.layers(batch, LayerInputs(x, taps=taps, gate=gate))
-        past = None
-        if self.capacity is not None:
-            seen, written = self.counts.both[:, columns.rows]
-            past = Past(columns.numbers, columns.last_tokens, seen, written)
-        values = self.draft_values
+        c, values = columns, self.draft_values
         inputs = StepInputs(
             rule=self.rule,
-            tree=tree,
             depth=self.shape.depth,
-            slots=slots,
             forks=self.shape.depth > 0,
             table=table,
-            past=past,
-            counts=None if past is None else self.counts,
-            rows=columns.rows,
-            lengths=columns.lengths,
-            probs=None if values is None else DraftProbs(values, columns.drawn),
-            rules=columns.rules,
-            fixed_shapes=True,
+            texts=TextColumns(c.lengths, c.rows, c.numbers, c.last_tokens),
+            counts=None if self.capacity is None else self.counts,
+            probs=None if values is None else DraftProbs(values, c.drawn),
+            rules=c.rules,
         )
         (states,) = split_states([hidden], taps)
-        outputs = text_step(self.model, self.runner.pool, inputs, states)
+        outputs = text_step(self.model, self.runner.pool, batch, inputs, states)
         accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
         self.last_hidden.index_copy_(0, columns.rows, ends)

@@ -78,6 +78,19 @@ class Prefixes:
             self._columns = on_device(self.on_host(), self.slots.device).unbind()
         return self._columns
 
+    def slots_after(self, tree: TokenTree) -> Tensor:
+        """Returns [T] the slot of each node of B trees whose node n lies n slots after the prefix.
+
+        It reads nothing from the device.
+        """
+        slots = self.slots.view(-1)
+        if self.count == 1 and self.places is not None:
+            (start,), (length,) = self.places
+            return slots[start + length : start + length + tree.num_nodes]
+        first = self.starts + self.lengths - tree.offsets[:-1]
+        nodes = torch.arange(tree.num_nodes, device=slots.device)
+        return slots[first[tree.tree_ids()] + nodes]
+
     def on_host(self) -> tuple[Seq[int], Seq[int]]:
         """Returns `places`, which a captured step may not ask for."""
         assert self.places is not None, "only the device knows these prefixes"

@@ -71,30 +71,46 @@ class Past:
     written: Tensor | None = None
 
 
-def past_of(
-    table: SamplingTable, contexts: Seq[TextContext], counts: TokenCounts | None
-) -> Past | None:
-    """Collects the past of some sequences.
+@dataclass(frozen=True)
+class TextColumns:
+    """Data about the committed tokens of B sequences, on the device.
 
-    Args:
-        table: Sampling parameters of the sequences.
-        contexts: The B sequences.
-        counts: Token counts of their rows. None if no sequence has penalties.
-
-    Returns:
-        The past, or None if the logits depend on temperature and truncation only.
+    Attributes:
+        lengths: [B] int64 number of committed tokens.
+        rows: [B] int64 row of the slot table.
+        numbers: [B] int64 number of output tokens.
+        last_tokens: [B, W] int64, `Past.tails`. [B, 0] without bad words.
     """
-    if table.plain:
-        return None
-    device = table.seeds.device
-    width = 0 if table.bad_words is None else table.bad_words.before.shape[1]
-    tails = on_device([last_committed(c, width) for c in contexts], device, torch.int64)
-    seen = written = None
-    if counts is not None:
-        rows = on_device([context.row for context in contexts], device)
-        seen, written = counts.both[:, rows]
-    numbers = on_device([c.num_output for c in contexts], device)
-    return Past(numbers, tails.view(len(contexts), width), seen, written)
+
+    lengths: Tensor
+    rows: Tensor
+    numbers: Tensor
+    last_tokens: Tensor
+
+    @staticmethod
+    def of(contexts: Seq[TextContext], table: SamplingTable) -> TextColumns:
+        """Uploads the columns of sequences with these sampling parameters."""
+        device = table.seeds.device
+        columns = [(len(c.tokens), c.row, c.num_output) for c in contexts]
+        lengths, rows, numbers = on_device(list(zip(*columns, strict=True)), device).unbind()
+        last_tokens = lengths[:, None][:, :0]
+        if table.bad_words is not None:
+            width = table.bad_words.before.shape[1]
+            tails = [last_committed(context, width) for context in contexts]
+            last_tokens = on_device(tails, device, torch.int64)
+        return TextColumns(lengths, rows, numbers, last_tokens)
+
+    def past(self, table: SamplingTable, counts: TokenCounts | None) -> Past | None:
+        """Returns what the sampling parameters need. None: only temperature and truncation matter.
+
+        Args:
+            table: Sampling parameters of the sequences.
+            counts: Token counts of all rows. None if no sequence has penalties.
+        """
+        if table.plain:
+            return None
+        seen, written = (None, None) if counts is None else counts.both[:, self.rows]
+        return Past(self.numbers, self.last_tokens, seen, written)
 
 
 def last_committed(context: TextContext, width: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from recserve.core.plugins import Pluggable
-from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.acceptance.acceptance import DraftProbs, Walk
 from recserve.kernels.tree import TokenTree
 from recserve.speculation.draft import TextDraft
 
@@ -61,19 +61,20 @@ class ScoredTrees:
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """The accepted paths of B scored trees.
+class Accepted(Walk):
+    """The accepted paths of B scored trees, in the form of the walks that find them.
 
     Attributes:
-        nodes: [B, D + 1] packed nodes of the accepted path, node 0 of the tree first, -1 after its
-            end.
-        lengths: [B] number of accepted draft tokens; node 0 and the bonus token are excluded.
-        bonus: [B] token after the path.
+        packed: [B, 2 D + 5] the paths as `pack_paths` returns them, if the rule found them so.
     """
 
-    nodes: Tensor
-    lengths: Tensor
-    bonus: Tensor
+    packed: Tensor | None = None
+
+    @staticmethod
+    def unpack(packed: Tensor, depth: int) -> Accepted:
+        """Returns paths of packed ones with at most `depth` accepted nodes."""
+        nodes = depth + 1
+        return Accepted(packed[:, :nodes], packed[:, nodes], packed[:, nodes + 1], packed)
 
 
 class Verifier(Pluggable, ABC):

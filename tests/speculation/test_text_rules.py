@@ -23,7 +23,7 @@ from recserve.speculation.draft import TextDraft, chain_draft
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers.block import accept_block
-from recserve.speculation.verifiers.path import follow, follow_chosen
+from recserve.speculation.verifiers.path import follow
 from recserve.speculation.verifiers.registry import check_rule, verifiers, verify
 from recserve.speculation.verifiers.rejection import reject
 from recserve.speculation.verifiers.typical import TypicalRule
@@ -443,7 +443,10 @@ def test_the_walk_on_the_host_is_the_walk_on_the_device(kinds):
         depth = max(draft.depth for draft in drafts)
         chosen = torch.randint(0, 3, (tree.num_nodes,), generator=g)
         scored = ScoredTrees(tree, depth, chosen, *[torch.zeros(3)] * 2, 3)
-        walks = follow_chosen(scored, chosen), follow(scored, lambda nodes, _, c=chosen: c[nodes])
+        walks = (
+            acceptance.follow(chosen, tree, depth),
+            follow(scored, lambda nodes, _, c=chosen: c[nodes]),
+        )
         for name in ("nodes", "lengths", "bonus"):
             assert torch.equal(getattr(walks[0], name), getattr(walks[1], name))
         # Greedy texts follow logits, in C where there is a compiler.

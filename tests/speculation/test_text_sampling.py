@@ -25,7 +25,7 @@ from recserve.speculation import sampling
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.logits_processor import LogitsProcessor, TokenCounts, past_of
+from recserve.speculation.logits_processor import LogitsProcessor, TextColumns, TokenCounts
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.sampling_table import sampling_table
 from recserve.speculation.verifier import ScoredTrees
@@ -92,7 +92,9 @@ def target_of(contexts, drafts, tree, logits):
             counts.start(row, context)
     table = sampling_table([c.params for c in contexts], logits.device)
     depth = max(d.depth for d in drafts)
-    return LogitsProcessor(logits, tree, depth, table, past_of(table, contexts, counts))
+    return LogitsProcessor(
+        logits, tree, depth, table, TextColumns.of(contexts, table).past(table, counts)
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -233,7 +235,9 @@ def test_penalties_and_words_equal_transformers():
         counts = TokenCounts(1, VOCABULARY, "cpu")
         counts.start(0, context)
         table = sampling_table([params])
-        target = LogitsProcessor(logits, tree, 0, table, past_of(table, [context], counts))
+        target = LogitsProcessor(
+            logits, tree, 0, table, TextColumns.of([context], table).past(table, counts)
+        )
         expected = theirs(torch.tensor([tokens]), logits.clone())
         torch.testing.assert_close(target(torch.tensor([0])), expected)
 

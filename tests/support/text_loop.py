@@ -12,7 +12,7 @@ from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
-from recserve.speculation.logits_processor import LogitsProcessor, past_of
+from recserve.speculation.logits_processor import LogitsProcessor, TextColumns
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.sampling_table import sampling_table
 from recserve.speculation.verifier import ScoredTrees
@@ -131,7 +131,9 @@ def step(model: LanguageModel, context: TextContext, draft: TextDraft, rule: str
         ScoredTrees(
             tree,
             draft.depth,
-            LogitsProcessor(logits, tree, draft.depth, table, past_of(table, [context], None)),
+            LogitsProcessor(
+                logits, tree, draft.depth, table, TextColumns.of([context], table).past(table, None)
+            ),
             table.seeds,
             torch.tensor([len(context.tokens)]),
             logits.shape[1],

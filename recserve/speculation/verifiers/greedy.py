@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from recserve.kernels.acceptance import acceptance
 from recserve.kernels.acceptance.acceptance import largest
 from recserve.speculation.verifier import Accepted, ScoredTrees, Verifier
-from recserve.speculation.verifiers.path import follow, follow_chosen
+from recserve.speculation.verifiers.path import follow
 
 
 class GreedyRule(Verifier):
@@ -23,6 +24,7 @@ class GreedyRule(Verifier):
         def draw(nodes: Tensor, trees: Tensor) -> Tensor:
             return largest(scored.target(nodes))
 
-        if scored.logits is not None:
-            return follow_chosen(scored, largest(scored.logits))
-        return follow(scored, draw)
+        if scored.logits is None:
+            return follow(scored, draw)
+        paths = acceptance.greedy_paths(scored.logits, scored.tree, scored.depth)
+        return Accepted.unpack(paths, scored.depth)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.kernels.acceptance import acceptance
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE, TokenTree
 from recserve.speculation.verifier import Accepted, ScoredTrees
@@ -76,12 +75,6 @@ def _leads(
         for node in reversed(range(len(tokens)))
         if kinds is None or kinds[node] == CANDIDATE
     }
-
-
-def follow_chosen(scored: ScoredTrees, chosen: Tensor) -> Accepted:
-    """Returns the paths for tokens chosen at all nodes. chosen: [T]."""
-    walk = acceptance.follow(chosen, scored.tree, scored.depth)
-    return Accepted(walk.nodes, walk.lengths, walk.bonus)
 
 
 def path_to(tree: TokenTree, ends: Tensor, lengths: Tensor, depth: int) -> Tensor:
