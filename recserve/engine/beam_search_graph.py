@@ -739,24 +739,18 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
                 self._trie = trie
                 self.use(graphs, buckets)
 
-    def find(self, strategy: str, sequences: Seq[SearchSequence]) -> list[BeamSearchGraph]:
-        """Returns the graphs that hold requests over one version one after another. [] if none do.
+    def replay(self, strategy: str, sequences: Seq[SearchSequence]) -> BeamSearch | None:
+        """Returns the finished search of requests over one version, or None if no graphs hold them.
 
-        Requests that are more than a graph holds run in several replays of equal width.
+        Requests that are more than a graph holds run in several replays of equal width. The
+        requests change only at the end. After an error they can start again.
         """
         if self._trie is None:
-            return []
+            return None
         graphs = self._choose_graphs(strategy, sequences)
         if isinstance(graphs, str):
             self.counts[graphs] += 1
-            return []
-        return graphs
-
-    def replay(self, graphs: Seq[BeamSearchGraph], sequences: Seq[SearchSequence]) -> BeamSearch:
-        """Returns the finished search of requests that `graphs` hold.
-
-        The requests change only at the end. After an error they can start again.
-        """
+            return None
         search = BeamSearch.start(self.model, sequences, thresholds=False, filtered=False)
         add_candidates(search)
         start, parts = 0, list[SearchLeaves]()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +20,14 @@ from recserve.core.request import (
     Continuation,
     LikelihoodQuery,
     PrefixKeys,
+    PrewarmQuery,
     Request,
     Result,
     SlateQuery,
 )
 from recserve.core.sequence import CachedPrefix, SearchSequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.beam_search_graph import BeamSearchGraph, BeamSearchGraphs
+from recserve.engine.beam_search_graph import BeamSearchGraphs
 from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
@@ -65,6 +67,8 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         prefills: Captured prefills. None: all prefills are launched.
     """
 
+    delays_background = True
+
     def __init__(
         self,
         runner: Runner,
@@ -96,6 +100,19 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
     def num_admitted(self) -> int:
         """Number of running requests that have pages."""
         return len(self._admitted)
+
+    def sequence_of(
+        self, request: Request, future: Future[Result], method: Strategy, model: str
+    ) -> SearchSequence:
+        """As Scheduler."""
+        return SearchSequence(
+            request=request,
+            future=future,
+            submitted_s=time.monotonic(),
+            model=model,
+            background=isinstance(request, PrewarmQuery),
+            strategy=method,
+        )
 
     def check(self, sequence: SearchSequence) -> None:
         """Raises RequestTooLarge if the request needs more pages than the pool has."""
@@ -152,29 +169,46 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
 
         Prefixes come first. A prefix or a round that is longer continues in the next step.
         """
-        new = [batch for batch in self.batches if batch.round is None and not batch.graphs]
-        for batch, draft in [(batch, batch.strategy.propose(batch.state)) for batch in new]:
-            batch.round = Round(draft, self._place(batch, draft))
+        self._propose([batch for batch in self.batches if batch.state is not None])
         chunks, left = self._next_chunks()
         batches = list[SearchBatch]()
         for batch in self.batches:
-            if batch.graphs:
+            if batch.round is None:  # `replay` decides about it
                 batches.append(batch)
             elif left is None or left > 0:
-                assert batch.round is not None
                 size = batch.round.take(left)
                 left = None if left is None else left - size
                 batches.append(batch)
         return chunks, batches
 
+    def _propose(self, batches: Seq[SearchBatch]) -> None:
+        """Starts a round of the batches that are between two rounds."""
+        new = [batch for batch in batches if batch.round is None]
+        for batch, draft in [(batch, batch.strategy.propose(batch.state)) for batch in new]:
+            batch.round = Round(draft, self._place(batch, draft))
+
     def replay(
         self, chunks: Seq[Chunk[SearchSequence]], trees: Seq[SearchBatch]
     ) -> tuple[Seq[Chunk[SearchSequence]], Seq[SearchBatch]]:
-        """Replays whole searches, and a prefill if nothing else is left. Returns the rest."""
+        """Replays whole searches, and a prefill if nothing else is left. Returns the rest.
+
+        A search that no graph holds starts here, and its first round joins the rest.
+        """
         if self.searches is not None:
-            whole, trees = [b for b in trees if b.graphs], [b for b in trees if not b.graphs]
-            for batch in whole:
-                self._replay_search(self.searches, batch)
+            new = [batch for batch in trees if batch.state is None]
+            trees = [batch for batch in trees if batch.state is not None]
+            launched = [batch for batch in new if not self._replay_search(self.searches, batch)]
+            began = time.perf_counter()
+            self._propose(launched)
+            spent_ms = (time.perf_counter() - began) * 1e3
+            for batch in launched:
+                for sequence in batch.sequences:
+                    sequence.timing.draft_ms += spent_ms
+                    sequence.timing.verify_ms -= spent_ms  # the step counts all of its replays
+                left = self._num_left(chunks, trees)
+                if batch.round is not None and (left is None or left > 0):
+                    batch.round.take(left)
+                    trees.append(batch)
         if self.prefills is not None and chunks:
             if len(chunks) > 1 or trees:
                 self.prefills.counts["company"] += 1
@@ -183,17 +217,26 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
                 chunks = ()
         return chunks, trees
 
-    def _replay_search(self, searches: BeamSearchGraphs, batch: SearchBatch) -> None:
-        """Replays the search of one batch. If that fails, each of its requests starts alone."""
+    def _replay_search(self, searches: BeamSearchGraphs, batch: SearchBatch) -> bool:
+        """Replays the search of one batch, or starts it if no graph holds it.
+
+        If that fails, each of its requests starts alone. Returns whether no node is left to score.
+        """
+        strategy, sequences = batch.strategy, batch.sequences
         try:
-            search = searches.replay(batch.graphs, batch.sequences)
-            batch.state = batch.strategy.after_replay(batch.sequences, search)
-            batch.graphs = ()
+            assert strategy.captured_search is not None
+            search = searches.replay(strategy.captured_search, sequences)
+            if search is not None:
+                batch.state = strategy.after_replay(sequences, search)
+                return True
+            batch.state = strategy.start(sequences)
+            return strategy.is_finished(batch.state)
         except BaseException as raised:
             error = request_error(raised)
-            log.exception("a captured search failed")
+            log.exception("a search failed to start")
             self.batches = [one for one in self.batches if one is not batch]
-            self._start_alone(batch.strategy, batch.sequences, error)
+            self._start_alone(strategy, sequences, error)
+            return True
 
     def tree_batch(self, trees: SearchBatch) -> TreeBatch:
         """Returns the nodes that the step computes."""
@@ -278,6 +321,13 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
             chunks.append(Chunk(sequence, stop - sequence.num_computed))
         return chunks, left
 
+    def _num_left(self, chunks: Seq[Chunk[SearchSequence]], trees: Seq[SearchBatch]) -> int | None:
+        """Returns how many more tokens a step with these prefixes and trees may have."""
+        if self.step_tokens is None:
+            return None
+        taken = sum(chunk.size for chunk in chunks)
+        return self.step_tokens - taken - sum(len(self.tree_batch(b).inputs) for b in trees)
+
     def _num_pages(self, sequence: SearchSequence) -> int:
         """Returns the number of pages of a request's prefix and trees."""
         request = sequence.request
@@ -298,7 +348,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         if late:
             self.cold = [sequence for sequence in self.cold if sequence not in late]
         for batch in self.batches:
-            gone = (batch.round is not None or batch.graphs) and all(
+            gone = (batch.round is not None or batch.state is None) and all(
                 s.future.cancelled() or has_expired(s.request) for s in batch.sequences
             )
             if gone:
@@ -325,18 +375,16 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
             self._start_group(strategy, sequences)
 
     def _start_group(self, strategy: Strategy, sequences: list[SearchSequence]) -> None:
-        """Starts one batch, unless the next step replays its search. If that fails, each request
-        starts alone.
+        """Starts one batch, unless `replay` may have a graph of its search. If that fails, each
+        request starts alone.
         """
         began, timing = time.perf_counter(), sequences[0].timing
         drafted_ms = timing.draft_ms
         try:
-            graphs: Seq[BeamSearchGraph] = ()
-            name = strategy.captured_search
-            if self.searches is not None and name is not None and strategy.can_replay(sequences):
-                graphs = self.searches.find(name, sequences)
-            state = None if graphs else strategy.start(sequences)
-            self.batches.append(SearchBatch(strategy, sequences, state, graphs=graphs))
+            captured = self.searches is not None and strategy.captured_search is not None
+            waits = captured and strategy.can_replay(sequences)
+            state = None if waits else strategy.start(sequences)
+            self.batches.append(SearchBatch(strategy, sequences, state))
             spent_ms = (time.perf_counter() - began) * 1e3 - (timing.draft_ms - drafted_ms)
             for sequence in sequences:
                 sequence.timing.verify_ms += spent_ms

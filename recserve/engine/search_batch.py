@@ -19,7 +19,6 @@ from recserve.core.finite import NotFinite, all_finite, nonfinite_flags, without
 from recserve.core.request import Continuation, PromptScores, Result, Scores, Slate
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Strategy
-from recserve.engine.beam_search_graph import BeamSearchGraph
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
@@ -84,10 +83,9 @@ class SearchBatch:
     Attributes:
         strategy: The strategy of all requests.
         sequences: The requests.
-        state: The strategy's state of the search. None before a replay.
+        state: The strategy's state of the search. None until a replay or a start gives it.
         round: The draft that is being computed. None between two rounds.
         prefixes: What the trees hang under. None before the first round.
-        graphs: Captured searches that the next step replays instead of rounds, one after another.
     """
 
     strategy: Strategy
@@ -95,7 +93,6 @@ class SearchBatch:
     state: Any = None
     round: Round | None = None
     prefixes: Prefixes | None = None
-    graphs: Seq[BeamSearchGraph] = ()
 
 
 def zero_nonfinite(

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recserve.engine.beam_search_graph import SearchShape
 from tests.support.device_worlds import recommending
 from tests.support.grids import covering, thin
 from tests.support.pretend_cuda import PretendCuda
-from tests.support.recorded_searches import SOME, with_searches
+from tests.support.recorded_searches import SOME, assert_same, with_searches
 
 STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr")
 
@@ -62,3 +63,17 @@ def test_replayed(strategy, variant, device):
     times = list(stages_of(world, requests * 2))
     assert all(timing.verify_ms > 0 == timing.draft_ms for timing in times), times
     assert graphs.counts["replayed"] >= 4 and not graphs.counts["size"]
+
+
+@pytest.mark.parametrize("strategy", ["beam", "nezha"])
+def test_what_no_graph_holds_is_launched(strategy, device):
+    """In the pass of its first round, with the answers and the counters of a launched search."""
+    launching, world = recommending("cuda"), recommending("cuda")
+    with torch.inference_mode():
+        graphs = with_searches(world, world.trie, lambda step: step, (SearchShape(1, 1),))
+    requests = world.ask(strategy, "plain")
+    times = list(stages_of(world, requests * 2))
+    assert all((timing.draft_ms > 0) == (strategy == "beam") for timing in times), times
+    assert graphs.counts == {"replayed": 0, "size": len(times), "version": 0}
+    wanted = launching.engine.run_many(launching.ask(strategy, "plain"))
+    assert_same(wanted, world.engine.run_many(requests))
