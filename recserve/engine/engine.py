@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -21,17 +22,15 @@ from recserve.core.client import current_client
 from recserve.core.errors import EngineStopped
 from recserve.core.futures import ResultFuture, wait_all
 from recserve.core.plugins import request_error
-from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
-from recserve.core.sequence import SearchSequence, Sequence
+from recserve.core.request import PrefixKeys, Request, Result
+from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
 from recserve.engine.beam_search_graph import BeamSearchGraphs
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.request_checks import check_numbers
 from recserve.engine.request_queue import Cancellations, RequestQueue, model_and_method
 from recserve.engine.scheduler import Scheduler, StepLock
 from recserve.engine.stats import EngineStats
-from recserve.engine.text_scheduler import TextScheduler
 from recserve.kernels.trie.trie import Trie
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
@@ -160,7 +159,8 @@ class Engine:
     def searches(self) -> BeamSearchGraphs | None:
         """Searches that are replayed as CUDA graphs. None replays none."""
         scheduler = self.schedulers.get("recommender")
-        return scheduler.searches if isinstance(scheduler, RoundScheduler) else None
+        sets = {} if scheduler is None else scheduler.graph_sets
+        return cast("BeamSearchGraphs | None", sets.get("searches"))
 
     def capture(self, trie: Trie) -> None:
         """Captures searches over a catalogue and its later changes, if this engine captures
@@ -253,12 +253,13 @@ class Engine:
         """
         schedulers, begun = list(self.schedulers.values()), self.queue.num_background_begun
         sets = [item for scheduler in schedulers for item in scheduler.graph_sets.items()]
-        counts = {kind: dict(graphs.counts) for kind, graphs in sets}
+        counts: dict[str, Counter[str]] = {}
+        for kind, graphs in sets:
+            counts.setdefault(kind, Counter()).update(graphs.counts)
         captured = [graph for _, graphs in sets for graph in graphs.captured]
         # Caches that schedulers share count once.
         caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
-        text = self.schedulers.get("text")
-        drafts = text.draft_health() if isinstance(text, TextScheduler) else {}
+        drafts = {name: own for one in schedulers for name, own in one.draft_health().items()}
         for name, strategy in list(self._strategies.items()):
             if strategy.policy is not None:
                 own = strategy.policy.health()
@@ -321,7 +322,7 @@ class Engine:
         It does not wait for running texts, because a text takes seconds.
         """
         schedulers = self.schedulers.values()
-        return any([one.num_running for one in schedulers if isinstance(one, RoundScheduler)])
+        return any([one.num_running for one in schedulers if one.delays_background])
 
     def _loop(self) -> None:
         try:
@@ -360,20 +361,15 @@ class Engine:
         if model not in self.schedulers:
             raise ValueError(f"this engine has no {model}; it serves {sorted(self.schedulers)}")
         check_numbers(request)
+        methods: Mapping[str, Drafter | Strategy] = self._strategies
         if isinstance(request, TextQuery):
-            if name not in self.drafters:
+            methods = self.drafters
+            if name not in methods:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
-            scheduler = self.schedulers[model]
-            assert isinstance(scheduler, TextScheduler)
-            text = self._cancelled.watch(ResultFuture[Completion]())
-            return scheduler.sequence_of(request, text, self.drafters[name])
-        if name not in self._strategies:
+        elif name not in methods:
             raise ValueError(f"strategy is {name!r}; choose one of {self.selectable}")
-        return SearchSequence(
-            request=request,
-            future=self._cancelled.watch(ResultFuture[Result]()),
-            submitted_s=time.monotonic(),
-            model=model,
-            background=isinstance(request, PrewarmQuery),
-            strategy=self._strategies[name],
+        future = self._cancelled.watch(ResultFuture[Any]())
+        sequence: Sequence = self.schedulers[model].sequence_of(
+            request, future, methods[name], model
         )
+        return sequence

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from recserve.core.draft_policy import DraftHealth
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
 from recserve.core.plugins import request_error
@@ -88,8 +89,11 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
     Attributes:
         runner: Runs the model.
         kv: Pages and cached prefixes of the model. Several schedulers may share them.
+        delays_background: Whether a background request waits until nothing runs here.
         lost: Why the device fails every call. None while it works. The engine then ends.
     """
+
+    delays_background: ClassVar[bool] = False
 
     def __init__(self, runner: Runner, kv: KVCache | None = None) -> None:
         """Shares `kv` with another scheduler of the same runner, if given."""
@@ -118,6 +122,21 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
     @abstractmethod
     def num_admitted(self) -> int:
         """Number of requests in `admitted`."""
+
+    @abstractmethod
+    def sequence_of(self, request: Any, future: Future[Any], method: Any, model: str) -> SequenceT:
+        """Returns a submitted request. It is safe to call from any thread.
+
+        Args:
+            request: The request.
+            future: Receives its result.
+            method: Its strategy or drafter.
+            model: Name of its model.
+        """
+
+    def draft_health(self) -> dict[str, DraftHealth]:
+        """Returns the acceptance of recent drafts by drafter; safe to call from any thread."""
+        return {}
 
     @abstractmethod
     def check(self, sequence: SequenceT) -> None:

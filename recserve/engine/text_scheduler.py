@@ -172,16 +172,16 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         return len(self.running) + len(self.preempted)
 
     def sequence_of(
-        self, request: TextQuery, future: Future[Completion], drafter: Drafter
+        self, request: TextQuery, future: Future[Completion], method: Drafter, model: str
     ) -> TextSequence:
-        """Returns a submitted request. It is safe to call from any thread."""
+        """As Scheduler."""
         return TextSequence(
             request=request,
             future=future,
             submitted_s=time.monotonic(),
-            model="text",
+            model=model,
             context=context_of(request, next(self._ids)),
-            drafter=drafter,
+            drafter=method,
             limit=self.model.config.decoder.max_positions,
         )
 

@@ -333,7 +333,9 @@ def test_no_pages_are_taken_that_are_too_few(model):
     scheduler = engine.schedulers["text"]
     free, running = scheduler.kv.num_available, len(scheduler.running)
     (last,) = scheduler.running[-1:]
-    early, late = (scheduler.sequence_of(text(np.arange(9), 1, g), None, None) for g in (0, 9))
+    early, late = (
+        scheduler.sequence_of(text(np.arange(9), 1, g), None, None, "text") for g in (0, 9)
+    )
     assert not scheduler.free_pages(31, early) and not scheduler.free_pages(free + 1, late)
     assert not scheduler.free_pages(free, early)
     assert (scheduler.kv.num_available, len(scheduler.running)) == (free, running)
