@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 
 class Pluggable:
@@ -74,12 +74,24 @@ def with_plugins(group: str, base: type[object], built_in: Sequence[type[T]]) ->
             The message names the distribution.
     """
     classes = {cls.name: cls for cls in built_in}
+    return classes | plugins(group, base, classes)
+
+
+def plugins(group: str, base: type[object], taken: Collection[str]) -> dict[str, Any]:
+    """Returns the classes of an entry-point group; arguments and errors as in `with_plugins`.
+
+    Args:
+        group: Entry-point group.
+        base: Class that all of them derive from.
+        taken: Names that no entry may have.
+    """
+    classes: dict[str, Any] = {}
     for entry in entry_points(group=group):
-        if entry.name in classes:
+        if entry.name in classes or entry.name in taken:
             raise PluginError(
                 f"{_source(entry)}: the name {entry.name!r} is already taken; uninstall one"
             )
-        classes[entry.name] = cast(type[T], _load(entry, base))
+        classes[entry.name] = _load(entry, base)
     return classes
 
 

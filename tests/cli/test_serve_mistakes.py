@@ -10,7 +10,7 @@ import pytest
 
 from recserve.config import ConfigError, ServerConfig
 from recserve.speculation.drafters.names import drafter_names
-from recserve.speculation.drafters.registry import drafter_classes
+from recserve.speculation.drafters.registry import drafter_classes, weightless_drafters
 from tests.support.tiny_bundle import shared_bundle
 
 RUN = """
@@ -59,6 +59,9 @@ def test_a_mistake_is_one_line(tmp_path):
 
 def test_the_names_of_drafters_are_known_without_importing_them():
     assert drafter_names() == set(drafter_classes())
+    for name, cls in drafter_classes().items():
+        assert cls.name == name
+        assert cls.needs_weights == (name not in weightless_drafters())
 
 
 def test_a_port_that_is_taken(tmp_path):

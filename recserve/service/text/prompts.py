@@ -28,7 +28,11 @@ from recserve.schemas.text import (
 )
 from recserve.service.errors import UnfitRule
 from recserve.service.text.model import TextModel
-from recserve.speculation.drafters.registry import check_speculation, drafter_classes
+from recserve.speculation.drafters.registry import (
+    check_speculation,
+    drafter_classes,
+    weightless_drafters,
+)
 from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
 from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
@@ -188,11 +192,8 @@ def speculation(
     }
     for field, (value, there) in names.items():
         if value not in there:
-            lacking = {
-                name: f"start the server with `--drafter {name}=FOLDER`"
-                for name, drafter in drafter_classes().items()
-                if drafter.needs_weights
-            }
+            trained = [name for name in drafter_classes() if name not in weightless_drafters()]
+            lacking = {name: f"start the server with `--drafter {name}=FOLDER`" for name in trained}
             raise not_offered(f"speculation.{field}", value, there, lacking)
     if verifier == GREEDY and temperature != 0:
         raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")

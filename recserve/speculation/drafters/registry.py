@@ -1,50 +1,52 @@
-"""The registry of drafters. A new drafter is one file, and one line in BUILT_IN."""
+"""The registry of drafters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
-from recserve.core.plugins import with_plugins
+from recserve.core.plugins import plugins
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.block import BlockDrafter
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.eagle import EagleDrafter
-from recserve.speculation.drafters.lookahead import LookaheadDrafter
-from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
-from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.mtp import MtpDrafter
-from recserve.speculation.drafters.names import ENTRY_POINTS, JOIN, check_names
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.specformer import SpecformerDrafter
-from recserve.speculation.drafters.specinfer import SpecinferDrafter
-from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.speculation.drafters.names import (
+    BUILT_IN,
+    ENTRY_POINTS,
+    JOIN,
+    WEIGHTLESS,
+    check_names,
+)
 from recserve.speculation.sampling_params import Speculation
 from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import verifiers
 
-# Servers list drafters in this order.
-BUILT_IN: tuple[type[Drafter], ...] = (
-    NoDrafter,
-    NgramDrafter,
-    SuffixDrafter,
-    LookaheadDrafter,
-    ModelDrafter,
-    SpecinferDrafter,
-    MedusaDrafter,
-    EagleDrafter,
-    MtpDrafter,
-    BlockDrafter,
-    SpecformerDrafter,
-    MaskTokensDrafter,
-    LinearMaskTokensDrafter,
-)
+
+class DrafterClasses(Mapping[str, type[Drafter]]):
+    """All drafter classes by name. A built-in one is imported when it is read.
+
+    Args:
+        plugins: Classes of other distributions.
+    """
+
+    def __init__(self, plugins: Mapping[str, type[Drafter]]) -> None:
+        self._plugins = plugins
+
+    def __getitem__(self, name: str) -> type[Drafter]:
+        if name not in BUILT_IN:
+            return self._plugins[name]
+        module, _, cls = BUILT_IN[name].partition(":")
+        found: type[Drafter] = getattr(import_module(module), cls)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*BUILT_IN, *self._plugins))
+
+    def __len__(self) -> int:
+        return len(BUILT_IN) + len(self._plugins)
 
 
 @cache
@@ -54,12 +56,14 @@ def drafter_classes() -> Mapping[str, type[Drafter]]:
     Raises:
         PluginError: If an installed distribution registers an unusable drafter.
     """
-    return with_plugins(ENTRY_POINTS, Drafter, BUILT_IN)
+    return DrafterClasses(plugins(ENTRY_POINTS, Drafter, tuple(BUILT_IN)))
 
 
 def weightless_drafters() -> list[str]:
     """Returns the names of the drafters that need no weights; every server offers them."""
-    return [name for name, cls in drafter_classes().items() if not cls.needs_weights]
+    classes = drafter_classes()
+    own = [name for name in classes if name not in BUILT_IN and not classes[name].needs_weights]
+    return [*WEIGHTLESS, *own]
 
 
 def build_drafter(name: str, target: LanguageModel, folders: Seq[Path] = ()) -> Drafter:

@@ -1,4 +1,4 @@
-"""A server without experiments imports none of their code, whatever it is asked."""
+"""A plain server imports no code of experiments and of trained drafters, whatever it is asked."""
 
 import json
 import subprocess
@@ -14,11 +14,15 @@ import json, sys
 from pathlib import Path
 from recserve.config import ServerConfig
 from recserve.server.loader import ServiceLoader
+from recserve.speculation.drafters.names import BUILT_IN, WEIGHTLESS
 from tests.support.live_server import live
 
 def imported():
     mine = "recserve.experiments", "recserve.server.experiments", "recserve.server.remote_arm"
-    return sorted(name for name in sys.modules if name.startswith((*mine, "recserve.client")))
+    trained = [file.partition(":")[0] for name, file in BUILT_IN.items() if name not in WEIGHTLESS]
+    found = {name for name in sys.modules if name.startswith((*mine, "recserve.client", *trained))}
+    files = {name for name in sys.modules if name.startswith("recserve.models.drafters.")}
+    return sorted(found | files - {"recserve.models.drafters.open_question"})
 
 bundle, llm, folder = sys.argv[1:]
 key = "an-admin-key-of-24-chars"
@@ -65,7 +69,7 @@ print(json.dumps([found, statuses]))
 
 
 @pytest.mark.slow
-def test_a_plain_server_imports_no_experiments(tmp_path):
+def test_a_plain_server_imports_neither_experiments_nor_trained_drafters(tmp_path):
     llm = reference("stories260k")
     arguments = str(shared_bundle()), str(llm), str(tmp_path)
     command = [sys.executable, "-c", PLAIN, *arguments]
