@@ -13,7 +13,6 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text
-from tests.support.grids import chosen
 from tests.support.live_server import live
 from tests.support.paths import reference
 from tests.support.tiny_bundle import shared_bundle
@@ -63,26 +62,6 @@ def test_the_known_text(client):
     assert "".join(p.choices[0].text for p in pieces) == KNOWN.removesuffix(" ball.")
 
 
-@pytest.mark.parametrize("temperature", chosen((0, 0.8), "0.8"))
-def test_the_same_text_whatever_drafts_it(client, temperature):
-    """Five at once, so that steps are shared; penalties and log-probabilities too."""
-    settings = {"temperature": temperature, "seed": 11, "frequency_penalty": 0.2, "logprobs": 2}
-    plain = client.completions.create(**ASK, **settings, **drafted_by("none"))
-    names = ("none", "ngram", "suffix", "lookahead", "ngram+suffix")
-    with ThreadPoolExecutor(len(names)) as pool:
-        answers = list(
-            pool.map(lambda n: client.completions.create(**ASK, **settings, **drafted_by(n)), names)
-        )
-    for name, answer in zip(names, answers, strict=True):
-        assert answer.choices[0].text == plain.choices[0].text, name
-        said = answer.choices[0].logprobs
-        assert said.tokens == plain.choices[0].logprobs.tokens
-        assert said.token_logprobs == pytest.approx(
-            plain.choices[0].logprobs.token_logprobs, abs=1e-4
-        )
-        assert (answer.model_extra["metrics"]["speculative_decoding"] is None) == (name == "none")
-
-
 def test_a_rule_that_would_be_biased_is_refused_and_harms_nobody(client):
     prompt = "One day One day One day One day"
     pairing = drafted_by("ngram", verifier="multi_step")
@@ -118,23 +97,6 @@ def test_stages_are_measured(server):
         for page in (before, server.get("/metrics").text)
     ]
     assert counted[1] >= counted[0] + 2
-
-
-def test_items_and_text_on_one_engine(server, client):
-    user = server.get("/playground/samples").json()["users"][0]
-    names = [model.id for model in client.models.list()]
-    assert names == ["recommender", "ranker", "stories260k"]
-
-    def either(number):
-        if number % 2:
-            answer = server.post("/v1/recommend", json={"user": {"id": user}, "k": 3})
-            return [item["item_id"] for item in answer.json()["items"]]
-        return client.completions.create(**ASK, temperature=0).choices[0].text
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(either, range(24)))
-    assert all(answer == found[0] for answer in found[::2]) and found[0].startswith(KNOWN)
-    assert all(answer == found[1] for answer in found[1::2]) and len(found[1]) == 3
 
 
 def test_clients_that_leave_leave_no_page_behind(server, client):

@@ -87,38 +87,6 @@ def test_new_items_come_and_hidden_ones_go(service, strategy):
     assert service.recommender.illegal_items == 0
 
 
-def test_diversity_counts_what_items_say_now(service):
-    """An item that moves to another category is counted there in the next answer."""
-    ids = service.catalog.current.catalog.items.ids
-
-    def slate(**diversity) -> list[str]:
-        body = RecommendRequest(
-            history=list(ids[:4]),
-            k=20,
-            exclude=Exclusions(seen=False),
-            diversity=Diversity(**diversity),
-        )
-        return [item.item_id for item in service.recommend(body).items if item.source == "model"]
-
-    free = slate()
-    groups = [service.item(item).categories for item in free]
-    assert len({tuple(paths) for paths in groups}) > 1
-    service.put_items(
-        ItemsRequest(
-            items=[{"item_id": item, "title": "x", "categories": ["One > Only"]} for item in free]
-        )
-    )
-    capped = slate(category=2)
-    now = [service.item(item).categories for item in capped]
-    assert sum(paths == ["One > Only"] for paths in now) <= 2
-    assert set(capped) != set(free)
-    for level in (0, 1):
-        codes = [
-            tuple(service.item(item).semantic_id[: level + 1]) for item in slate(prefix=(level, 1))
-        ]
-        assert len(codes) == len(set(codes))
-
-
 class Exhaustive:
     """All rows that may be answered, compared with every query."""
 

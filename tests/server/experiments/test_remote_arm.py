@@ -9,7 +9,6 @@ from recserve.service import Service
 from tests.support.bundle_shelf import DROPPED, shelf
 from tests.support.experiment_client import K, arms, ask, ids, metric
 from tests.support.live_server import live
-from tests.support.waiting import until
 
 NAME = "versions"
 SPLIT = ArmSplit.even(NAME, ["here", "there"])
@@ -98,26 +97,6 @@ def test_items_that_only_the_other_server_knows_are_ranked(folder, there):
         assert sorted(ids(answer)) == DROPPED and answer["missing_item_ids"] == []
         own = client.post("/v1/rank", json=body, headers={"x-recserve-untracked": "test"}).json()
         assert sorted(own["missing_item_ids"]) == DROPPED
-
-
-def test_paired_answers_as_the_control_and_compares(folder, there):
-    with server(folder, there, "paired") as client:
-        for user in there.users[:12]:
-            answer = ask(client, user)
-            assert answer["experiment"]["arm"] == "here"
-            assert ids(answer) == ids(alone(client, user))
-        assert counts(client) == {"here": (12, 0), "there": (12, 0)}
-        assert metric(client, "compared_answers", experiment=NAME) == 12
-        assert forwarded(client, "answered") == 12
-
-
-def test_shadow_sends_copies_to_the_other_server(folder, there):
-    with server(folder, there, "shadow") as client:
-        for user in there.users[:12]:
-            assert ids(ask(client, user)) == ids(alone(client, user))
-        dropped = metric(client, "compared_dropped", experiment=NAME)
-        until(lambda: counts(client)["there"][0] + dropped >= 12)
-        assert counts(client)["there"][1] == 0 < forwarded(client, "answered")
 
 
 def test_interleaved_slates_have_items_of_both_servers(folder, there):

@@ -91,20 +91,6 @@ def test_slates_keep_to_the_caps_filled_places_too(service, history):
     assert len(every.items) <= total and "fewer_than_k" in every.degraded
 
 
-@pytest.mark.parametrize("strategy", ["beam", "auto"])
-def test_the_model_fills_the_slate(service, strategy):
-    """Popular items come only where the model has none left that keeps to the caps."""
-    catalog = service.catalog.current.catalog
-    for level, k in ((0, 10), (1, 20)):
-        body = RecommendRequest(
-            history=catalog.items.ids[:4], k=k, beam_width=k, strategy=strategy,
-            exclude=Exclusions(seen=False), diversity=Diversity(prefix=(level, 1)),
-        )  # fmt: skip
-        there = len({tuple(code[: level + 1]) for code in catalog.semantic_ids.codes.tolist()})
-        sources = Counter(item.source for item in service.recommend(body).items)
-        assert sources == {"model": min(k, there)}
-
-
 @pytest.fixture
 def changing(tmp_path):
     shutil.copytree(shared_bundle(), tmp_path / "bundle")
