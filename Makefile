@@ -60,7 +60,7 @@ campaign: $(FUZZ) redis
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.campaign --minutes $(BUDGET) --json build/campaign.json --markdown build/campaign.md $(CAMPAIGN_ARGS)
 
-# Small faults in the code of each promise, which the promise's tests must notice; tries only what changed.
+# Small faults in the code, which the tests of the changed line must notice.
 mutants: $(MUTANTS) redis
 	$(BIN)/python -m tests.mutants --workers $(WORKERS) $(MUTANTS_ARGS)
 

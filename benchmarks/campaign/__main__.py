@@ -1,8 +1,6 @@
 """Runs the reliability campaign and prints each figure beside its bound.
 
     python -m benchmarks.campaign --minutes 10 [--only R2 R4] [--json F.json] [--markdown F.md]
-    python -m benchmarks.campaign --minutes 60 --plan
-    python -m benchmarks.campaign --minutes 60 --json F.json --resume
 
 Every check starts real server processes on loopback, and runs in a process of its own. The files
 are written after every check. The exit status is 1 if a figure misses its bound or a check ends
@@ -26,8 +24,8 @@ from rich.console import Console
 from benchmarks.campaign import registry
 from benchmarks.campaign.check import Check
 from benchmarks.campaign.isolation import run_isolated
-from benchmarks.campaign.records import document, read_done
-from benchmarks.campaign.report import markdown, plan, summary, table
+from benchmarks.campaign.records import document
+from benchmarks.campaign.report import markdown, summary, table
 from benchmarks.campaign.runner import FAILED, Listener, Outcome, run_all
 from benchmarks.campaign.site import Site
 from benchmarks.support.runs import machine, write_json
@@ -41,14 +39,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of everything that is drawn")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    parser.add_argument("--plan", action="store_true", help="print the minutes of each check only")
-    parser.add_argument(
-        "--resume", action="store_true", help="leave out the checks that the file of --json has"
-    )
-    given = parser.parse_args()
-    if given.resume and given.json is None:
-        parser.error("--resume needs the --json of the interrupted campaign")
-    return given
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -58,14 +49,7 @@ def main() -> int:
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the servers too
     checks = registry.chosen(given.only)
-    if given.plan:
-        console.print(plan(checks, given.minutes * 60))
-        return 0
     facts = machine()
-    there = given.resume and given.json.exists()
-    done = read_done(given.json, checks, given.seed) if there else {}
-    if done:
-        console.print(f"already there: {', '.join(done)}", highlight=False)
 
     def begins(check: Check, seconds: float) -> None:
         now = time.strftime("%H:%M:%S")
@@ -88,7 +72,6 @@ def main() -> int:
             given.minutes * 60,
             listener,
             skip=not given.only,
-            done=done,
             run=run_isolated,
         )
     console.print(table(outcomes))

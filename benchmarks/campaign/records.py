@@ -1,14 +1,12 @@
-"""Outcomes as JSON: for the file of a campaign, for its continuation, and between processes."""
+"""Outcomes as JSON, for the file of a campaign and between processes."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.campaign.check import Check, Figure, Finding
-from benchmarks.campaign.runner import NOT_RUN, Outcome
+from benchmarks.campaign.runner import Outcome
 
 
 def record(outcome: Outcome) -> dict[str, Any]:
@@ -60,22 +58,4 @@ def document(
         "seed": seed,
         "minutes": minutes,
         "checks": [record(outcome) for outcome in outcomes],
-    }
-
-
-def read_done(path: Path, checks: Sequence[Check], seed: int) -> dict[str, Outcome]:
-    """Returns the outcomes of an interrupted campaign, by number. Checks that did not run are left.
-
-    Raises:
-        ValueError: If the file is of a campaign with another seed.
-        OSError: If the file cannot be read.
-    """
-    said = json.loads(path.read_text(encoding="utf-8"))
-    if said["seed"] != seed:
-        raise ValueError(f"{path} has seed {said['seed']}; continue with --seed {said['seed']}")
-    by_number = {check.number: check for check in checks}
-    return {
-        one["number"]: outcome_of(one, by_number[one["number"]])
-        for one in said["checks"]
-        if one["number"] in by_number and one["state"] != NOT_RUN
     }

@@ -8,18 +8,12 @@ from benchmarks.campaign.check import CHECKS, Check
 
 # Importing a file registers its checks.
 from benchmarks.campaign.checks import (  # noqa: F401
-    bundles,
     disconnects,
     drain,
     engine_faults,
-    exactness,
     fuzzing,
-    offline,
     overload,
     redis_faults,
-    sampling_law,
-    scheduler_model,
-    security,
     soak,
     swaps,
 )

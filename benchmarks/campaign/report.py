@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.campaign.check import Check, Figure
-from benchmarks.campaign.runner import FAILED, NOT_JUDGED, Outcome, planned
+from benchmarks.campaign.check import Figure
+from benchmarks.campaign.runner import FAILED, NOT_JUDGED, Outcome
 
 HEADS = ("", "check", "figure", "value", "bound", "cases", "s", "state")
 
@@ -39,17 +39,6 @@ def _state(figure: Figure) -> str:
     if not figure.judged:
         return NOT_JUDGED
     return FAILED if figure.misses else ""
-
-
-def plan(checks: Sequence[Check], seconds: float) -> Table:
-    """Returns how a campaign divides its time."""
-    made = Table(title=f"plan of {seconds / 60:g} minutes", title_justify="left")
-    for head in ("", "check", "least", "minutes"):
-        made.add_column(head, justify="left" if head in {"", "check"} else "right")
-    for check, share in zip(checks, planned(checks, seconds), strict=True):
-        least = f"{check.minimum_s / 60:.1f}"
-        made.add_row(check.number, check.name, least, f"{share / 60:.1f}")
-    return made
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:

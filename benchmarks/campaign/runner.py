@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.campaign.check import Budget, Check, Finding, NotRun
@@ -69,14 +69,6 @@ def share_s(checks: Sequence[Check], left_s: float) -> float:
     return first.minimum_s + (extra * first.weight / weights if weights else 0.0)
 
 
-def planned(checks: Sequence[Check], seconds: float) -> list[float]:
-    """Returns the seconds of each check in a campaign whose checks use all of their time."""
-    plan = []
-    for number in range(len(checks)):
-        plan.append(share_s(checks[number:], seconds - sum(plan)))
-    return plan
-
-
 def run_all(
     checks: Sequence[Check],
     site: Site,
@@ -84,7 +76,6 @@ def run_all(
     listener: Listener,
     *,
     skip: bool = True,
-    done: Mapping[str, Outcome] | None = None,
     run: RunOne | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Outcome]:
@@ -97,28 +88,25 @@ def run_all(
     Args:
         checks: The checks, the most valuable first.
         site: Where they work.
-        seconds: Time of the campaign, including that of `done`.
+        seconds: Time of the campaign.
         listener: Told before and after each check.
         skip: Whether checks are left out when the time is used up.
-        done: Outcomes of an earlier part of this campaign, by number. They are not run again.
         run: Runs one check; None means `run_one`.
         clock: Returns seconds.
     """
-    done, run = done or {}, run or run_one
-    end = clock() + seconds - sum(outcome.seconds for outcome in done.values())
-    rest = [check for check in checks if check.number not in done]
-    found = dict(done)
-    for number, check in enumerate(rest):
+    run = run or run_one
+    end = clock() + seconds
+    found: list[Outcome] = []
+    for number, check in enumerate(checks):
         left = end - clock()
         outcome = Outcome(check, reason=f"needs {check.minimum_s:g} s; {max(left, 0):.0f} s left")
         if left >= check.minimum_s or not skip:
-            share = share_s(rest[number:], left)
+            share = share_s(checks[number:], left)
             listener.begins(check, share)
             outcome = run(check, site, share)
-        found[check.number] = outcome
-        so_far = [found[one.number] for one in checks if one.number in found]
-        listener.ended(outcome, so_far)
-    return [found[check.number] for check in checks]
+        found.append(outcome)
+        listener.ended(outcome, found)
+    return found
 
 
 def run_one(check: Check, site: Site, seconds: float) -> Outcome:

@@ -1,322 +1,341 @@
-"""Tries mutants: small faults in the code of a promise, which the tests of the promise must notice.
+"""Judges the tests by mutants: the code with one small fault.
 
-    python -m tests.mutants [--only PROMISE ...] [--seed N] [--count N] [--minutes 45]
+    make mutants MUTANTS_ARGS="--seed 2611 --count 200 --minutes 90"
 
-`promises.toml` lists the promises with their files and tests, `by_hand.toml` the mutants made by
-hand, `survivors.toml` the reasons why a mutant may survive. Each result is a line of
-`results.jsonl`; the next run leaves out what is known for the same files. `docs/results/mutants.md`
-is written from these lines. The exit status is 1 if a mutant is untried or survives without a
-reason, or if less than 95 % were killed.
+Mutants are drawn from all Python files of the package. A marked copy of the code shows which
+default tests run each changed line. Those are run against the mutant in a copy of the repository,
+the quickest first, up to the first failure: first a few seconds of them against all mutants, then
+the others against the mutants that survived. The slow tests follow for those that survive all,
+again on the lines that they run: a mutant that only they kill is a hole of `make test`.
+A place that no test runs is left out and counted. No mutant is begun after `--minutes`.
 
-With `--fresh SEED` the default tests are judged instead, by mutants of all rooms: see fresh.py.
-
-- A mutant is one changed place: places are drawn first, then one change of each. Their order
-  follows the seed and their lines, so most mutants of a seed stay when a file moves or changes.
-- It is killed if a test fails, or if the tests take three times as long as without it and at least
-  20 s. Tests that a signal ends run once more.
-- No mutant is drawn where a change breaks no promise; `draw.excluded_spans` lists these places.
+The results are lines of `default.jsonl` and `slow.jsonl` in `build/mutants`; the next run goes on
+from there. The exit status is 1 if the default tests kill less than 95 % of what all tests kill.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import hashlib
 import json
-import queue
+import os
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from queue import Queue
 
-from tests.mutants.draw import Mutant, draw, make_mutant
-from tests.mutants.fresh import judge
-from tests.mutants.page import Survivors, write_page
-from tests.mutants.trial import ROOT, Result, Scratch
+from tests.mutants import marks
+from tests.mutants.draw import OPERATORS, Mutant, draw
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results.jsonl"
-PAGE = ROOT / "docs" / "results" / "mutants.md"
-LIMIT_S = 20.0
-ENOUGH_S = 600.0  # for tests of unchanged code, on a machine that does other work too
-
-Record = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "mutants"
+FIRST_S = 15.0  # of the tests that meet all mutants; the quickest come first
+MOST_S = 150.0  # of the tests of a mutant that survives the first
+LIMIT_S = 60.0  # beside three times the duration of the tests
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Promise:
-    """Code that promises something, and the tests that guard it.
+class Suite:
+    """Tests that ran in the marked copy.
 
     Attributes:
-        name: Name of the promise.
-        files: Paths of the code.
-        tests: Arguments of pytest.
+        name: `default` or `slow`.
+        marker: What pytest selects by.
+        seconds: Duration of each test that passed.
+        ran: The tests that ran each mutant's line.
     """
 
     name: str
-    files: list[str]
-    tests: list[str]
+    marker: str
+    seconds: Mapping[str, float]
+    ran: Mapping[int, set[str]]
 
-    def __post_init__(self) -> None:
-        """Computes all digests, before a file changes that the scratch copies have already."""
-        for failed in ("", *self.tests):
-            self.hash_tests(failed)
-        self.hash_source()
+    def choose(self, number: int) -> tuple[list[str], list[str]]:
+        """Returns the tests to run first, and the rest for a mutant that survives these.
 
-    def hash_source(self) -> str:
-        """Returns the digest of all files of the code."""
-        return _digest(tuple(self.files))
-
-    def hash_tests(self, failed: str) -> str:
-        """Returns the digest of the file of the failed test, or of all tests without one.
-
-        It is empty if the test is no longer one of the promise's.
+        One test of each function comes first, and the quickest first. What is run by a fixture or
+        by another process counts for all tests of the file.
         """
-        if failed and not any(failed.startswith(test) for test in self.tests):
-            return ""
-        tests = [failed] if failed else self.tests
-        return _digest(tuple(sorted({name.partition("::")[0] for name in tests})))
+        noted = self.ran.get(number, set())
+        files = tuple(name for name in noted if name.endswith("::"))
+        own = [t for t in self.seconds if t in noted or (files and t.startswith(files))]
+        own.sort(key=lambda test: self.seconds[test])
+        first = {test.partition("[")[0]: test for test in reversed(own)}
+        early: list[str] = []
+        late: list[str] = []
+        total_s = 0.0
+        for test in sorted(own, key=lambda t: first[t.partition("[")[0]] != t):
+            total_s += self.seconds[test]
+            if total_s <= FIRST_S or not early:
+                early.append(test)
+            elif total_s <= MOST_S:
+                late.append(test)
+        return _by_file(early), _by_file(late)
 
 
-class Trials:
-    """Results that are known, and the scratch copies in which new ones are found.
+class Scratch:
+    """A copy of the repository in which one mutant at a time is tried.
 
     Attributes:
-        records: One record for each mutant that was tried on the present files.
+        folder: The copy.
     """
 
-    def __init__(self, seed: int, promises: dict[str, Promise]) -> None:
-        self.records: dict[tuple[str, str], Record] = {}
-        self._unchanged_s: dict[str, float] = {}
-        self._seed, self._promises = seed, promises
-        self._lock = threading.Lock()
-        self._free: queue.Queue[Scratch] = queue.Queue()
+    def __init__(self, folder: Path) -> None:
+        """Copies all files that git knows or would add."""
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        )
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            source, target = ROOT / name, folder / name
+            if source.is_symlink() or source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target, follow_symlinks=False)
+        data = folder.parent / "shared"  # tests find the reference data beside the repository
+        if (ROOT.parent / "shared").is_dir() and not data.exists():
+            data.symlink_to(ROOT.parent / "shared")
 
-    def read(self) -> None:
-        """Reads the results of earlier runs, as far as the files are the same."""
-        for line in RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []:
-            record = json.loads(line)
-            promise = self._promises.get(record["promise"])
-            if promise is not None and (record["source"], record["tests"]) == (
-                promise.hash_source(),
-                promise.hash_tests(record["test"]),
-            ):
-                self.records[record["promise"], record["id"]] = record
+    def try_mutant(
+        self, mutant: Mutant, tests: Sequence[str], limit_s: float, marker: str
+    ) -> tuple[str, str]:
+        """Runs tests against a mutant up to the first failure, and restores the file.
 
-    def write(self, mutants: Sequence[Mutant]) -> list[Record]:
-        """Writes the known results of these mutants in their order, and returns them."""
-        keys = [(mutant.promise, _id(mutant)) for mutant in mutants]
-        records = [self.records[key] for key in keys if key in self.records]
-        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-        RESULTS.write_text("".join(lines), encoding="utf-8")
-        return records
-
-    def missing(self, mutants: Sequence[Mutant]) -> list[Mutant]:
-        """Returns the mutants without a result."""
-        return [one for one in mutants if (one.promise, _id(one)) not in self.records]
-
-    def add_scratch(self, scratch: Scratch) -> None:
-        """Adds a copy of the repository. So many mutants are tried at once."""
-        self._free.put(scratch)
-
-    def time_tests(self, promise: Promise) -> float:
-        """Returns the seconds that a promise's tests take. Raises RuntimeError if they fail."""
-        with self._scratch() as scratch:
-            result = scratch.run(promise.tests, ENOUGH_S)
-        times = f"{result.seconds} s, {result.cpu_s} s of a processor"
-        print(f"{promise.name}: the tests take {times}", flush=True)
-        if result.outcome != "survived":
-            raise RuntimeError(
-                f"the tests of {promise.name} fail without a mutant\n{result.output}"
-            )
-        self._unchanged_s[promise.name] = result.cpu_s
-        return result.seconds
-
-    def try_mutant(self, mutant: Mutant, limit_s: float, end_s: float) -> None:
-        """Tries a mutant and notes its result, unless the time is over."""
-        if time.monotonic() > end_s:
-            return
-        promise = self._promises[mutant.promise]
-        with self._scratch() as scratch:
-            result = scratch.try_mutant(mutant, promise.tests, limit_s)
-        record = self._record(mutant, result)
-        with self._lock:
-            self.records[mutant.promise, record["id"]] = record
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            where = f"{mutant.file} {mutant.place}: {mutant.old}  ->  {mutant.new}"
-            print(
-                f"{result.outcome:8} {result.seconds:5.1f} s  {mutant.promise}: {where}", flush=True
-            )
-
-    def _record(self, mutant: Mutant, result: Result) -> Record:
-        promise = self._promises[mutant.promise]
-        return {
-            "promise": mutant.promise,
-            "name": mutant.name,
-            "file": mutant.file,
-            "place": mutant.place,
-            "old": mutant.old,
-            "new": mutant.new,
-            "outcome": result.outcome,
-            "test": result.test,
-            "seconds": result.seconds,
-            "cpu_s": result.cpu_s,
-            "unchanged_cpu_s": self._unchanged_s[promise.name],
-            "seed": self._seed,
-            "id": _id(mutant),
-            "source": promise.hash_source(),
-            "tests": promise.hash_tests(result.test),
-        }
-
-    @contextmanager
-    def _scratch(self) -> Iterator[Scratch]:
-        scratch = self._free.get()
+        Returns:
+            `killed`, `timeout` or `survived`, and the first test that failed.
+        """
+        path = self.folder / mutant.file
+        before, stat = path.read_bytes(), path.stat()
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=line"]
+        command = [sys.executable, "-m", "pytest", *options, "-m", marker, *tests]
         try:
-            yield scratch
+            for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+                compiled.unlink()
+            path.write_text(mutant.text, encoding="utf-8")
+            # A file, because a server that outlives the tests would hold a pipe open.
+            with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=self.folder,
+                    env=self.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                try:
+                    outcome = "killed" if process.wait(limit_s) else "survived"
+                except subprocess.TimeoutExpired:
+                    outcome = "timeout"
+                finally:  # with the servers that the tests have started
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                output.seek(0)
+                failed = FAILED.search(output.read())
+            return outcome, failed[1] if failed else ""
         finally:
-            self._free.put(scratch)
+            path.write_bytes(before)
+            # Python trusts compiled files by the second and the size of the source.
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Returns the variables of a process that uses the copy."""
+        return {
+            **os.environ,
+            "PYTHONPATH": str(self.folder),
+            "PYTHONDONTWRITEBYTECODE": "",  # the tests start hundreds of processes
+            "XDG_CACHE_HOME": str(WORK / "cache"),
+            "OMP_NUM_THREADS": "1",
+            **(more or {}),
+        }
 
 
 def main() -> int:
-    """Tries the mutants without a result, and writes the page. Returns the exit status."""
-    table = tomllib.loads((HERE / "promises.toml").read_text(encoding="utf-8"))
-    given = options(table)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the tests too
-    if given.fresh is not None:
-        return judge(given, table["draw"]["operators"])
-    promises = {name: Promise(name, **fields) for name, fields in table["promise"].items()}
-    mutants = all_mutants(given, promises, table["draw"]["operators"])
-    if given.list:
-        for one in mutants:
-            print(describe(one))
-        return 0
-    trials = Trials(given.seed, promises)
-    trials.read()
-    chosen = [one for one in mutants if not given.only or one.promise in given.only]
-    try_all(trials, promises, trials.missing(chosen), given)
-    survivors = Survivors(HERE / "survivors.toml")
-    records = trials.write(mutants)
-    whole = write_page(PAGE, records, len(mutants), survivors)
-    return 0 if whole else 1
-
-
-def options(table: Record) -> argparse.Namespace:
-    """Parses the arguments."""
+    """Tries mutants and prints how many are killed. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=table["promise"], help="only these promises")
-    parser.add_argument("--seed", type=int, default=table["draw"]["seed"], help="seed of the draw")
-    parser.add_argument(
-        "--count", type=int, default=table["draw"]["count"], help="drawn mutants of each promise"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--count", type=int, default=100, help="number of mutants")
     parser.add_argument("--minutes", type=float, default=45.0, help="begin no mutant after these")
-    parser.add_argument(
-        "--fresh", type=int, metavar="SEED", help="judge the default tests by mutants of all rooms"
-    )
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="tests to judge by --fresh")
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="tests to judge")
     parser.add_argument("--workers", type=int, default=2, help="mutants that are tried at once")
     parser.add_argument("--list", action="store_true", help="print the mutants, try none")
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        help="seconds for a mutant's tests; default: 3 times what they take unchanged, at least 20",
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the tests too
+    WORK.mkdir(parents=True, exist_ok=True)
+    drawn = draw_all(given.count, given.seed)
+    if given.list:
+        for one in drawn:
+            print(f"{one.file}:{one.line} {one.place}: {one.old}  ->  {one.new}")
+        return 0
+    mutants = {n: one for n, one in enumerate(drawn) if one.place != "module"}
+    end_s = time.monotonic() + 60 * given.minutes
+    default = run_marked("default", "not slow", mutants, given.workers, given.tests)
+    results = try_mutants(default, mutants, given.workers, end_s)
+    untried = {n for n in mutants if any(default.choose(n)) and n not in results}
+    left = {
+        n: one
+        for n, one in mutants.items()
+        if n not in untried and results.get(n, ("survived", ""))[0] == "survived"
+    }
+    late = None
+    if time.monotonic() < end_s:
+        chosen = given.tests if given.tests != ["tests"] else slow_tests(left.values())
+        slow = run_marked("slow", "slow", left, given.workers, chosen)
+        late = try_mutants(slow, left, given.workers, end_s)
+    return report(mutants, untried, results, late)
+
+
+def draw_all(count: int, seed: int) -> list[Mutant]:
+    """Draws mutants of all files once; a draw takes half a minute."""
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("recserve/**/*.py"))]
+    about = "\n".join([f"{seed} {count}", *OPERATORS, *files]).encode()
+    digest = hashlib.sha256(about + b"".join((ROOT / file).read_bytes() for file in files))
+    path = WORK / f"drawn-{digest.hexdigest()[:12]}.json"
+    if not path.exists():
+        drawn = draw(ROOT, files, count, seed)
+        path.write_text(json.dumps([asdict(one) for one in drawn]), encoding="utf-8")
+    return [Mutant(**fields) for fields in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def slow_tests(mutants: Iterable[Mutant]) -> list[str]:
+    """Returns the folders of tests in which the rooms of mutants have theirs."""
+    rooms = {one.file.split("/")[1] for one in mutants}
+    folders = [f"tests/{room}" for room in sorted(rooms) if (ROOT / "tests" / room).is_dir()]
+    return [*folders, "tests/integration"]
+
+
+def run_marked(
+    name: str, marker: str, mutants: Mapping[int, Mutant], workers: int, tests: Sequence[str]
+) -> Suite:
+    """Runs tests in a copy of the code that notes who runs the lines of mutants."""
+    key = hashlib.sha256("".join(f"{n} {m.text}" for n, m in mutants.items()).encode()).hexdigest()
+    folder = WORK / f"{name}-{key[:12]}"
+    notes, times = folder / "notes", folder / "seconds.txt"
+    if not times.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch = Scratch(folder / "copy")
+        places = {n: (one.file, one.line) for n, one in mutants.items()}
+        marks.add_marks(scratch.folder, notes, places)
+        options = ["-q", "-n", str(workers), "--dist", "worksteal", "-m", marker]
+        command = [sys.executable, "-m", "pytest", *options, "-p", "tests.mutants.marks", *tests]
+        seconds = folder / "seconds.part"
+        environment = scratch.environment({"MARKS_SECONDS": str(seconds)})
+        subprocess.run(command, cwd=scratch.folder, env=environment, check=False)
+        seconds.rename(times)
+        shutil.rmtree(scratch.folder)
+    seconds_of = dict(line.rsplit("\t", 1) for line in times.read_text().splitlines())
+    return Suite(
+        name, marker, {test: float(s) for test, s in seconds_of.items()}, marks.read_marks(notes)
     )
-    return parser.parse_args()
 
 
-def all_mutants(
-    given: argparse.Namespace, promises: dict[str, Promise], operators: Sequence[str]
-) -> list[Mutant]:
-    """Returns the mutants made by hand and the drawn ones."""
-    mutants = list(by_hand(promises))
-    for promise in promises.values():
-        files = [file for file in promise.files if file.endswith(".py")]
-        mutants += draw(ROOT, promise.name, files, given.count, given.seed, operators)
-    return mutants
+def try_mutants(
+    suite: Suite, mutants: Mapping[int, Mutant], workers: int, end_s: float
+) -> dict[int, tuple[str, str]]:
+    """Returns the outcome of each mutant whose line the suite runs, and the test that failed.
 
-
-def describe(mutant: Mutant) -> str:
-    """Returns a mutant as one line."""
-    name = mutant.name or f"{mutant.old}  ->  {mutant.new}"
-    return f"{mutant.promise}: {mutant.file} {mutant.place}: {name}"
-
-
-def by_hand(promises: dict[str, Promise]) -> Iterator[Mutant]:
-    """Yields the mutants of `by_hand.toml`.
-
-    Raises:
-        ValueError: If a promise or file is unknown, or the old text does not occur exactly once.
+    A mutant that has met a part of its tests only, because the time was over, has no outcome.
     """
-    table = tomllib.loads((HERE / "by_hand.toml").read_text(encoding="utf-8"))
-    for one in table["mutant"]:
-        name, promise, file = one["name"], one["promise"], one["file"]
-        if file not in promises[promise].files:
-            raise ValueError(f"{name}: {file} is no file of the promise {promise}")
-        text = changed = (ROOT / file).read_text(encoding="utf-8")
-        for old, new in zip(one["old"], one["new"], strict=True):
-            if (count := text.count(old)) != 1:
-                raise ValueError(f"{name}: {file} has {count} times, not once: {old!r}")
-            changed = changed.replace(old, new)
-        yield make_mutant(promise, name, file, text, changed)
+    path = WORK / f"{suite.name}.jsonl"
+    known = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        record = json.loads(line)
+        known[record["id"]] = record["outcome"], record["test"]
+    parts = {n: [tests for tests in suite.choose(n) if tests] for n in mutants}
+    scratches: Queue[Scratch] = Queue()
+    for number in range(workers):
+        scratches.put(Scratch(WORK / f"copy-{number}"))
 
-
-def try_all(
-    trials: Trials,
-    promises: dict[str, Promise],
-    mutants: Sequence[Mutant],
-    given: argparse.Namespace,
-) -> None:
-    """Tries mutants in scratch copies, several at once."""
-    if not mutants:
-        return
-    end_s = time.monotonic() + given.minutes * 60
-    names = list(dict.fromkeys(mutant.promise for mutant in mutants))
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        cache = Path(folder) / "cache"
-        scratches = [Scratch(Path(folder) / str(n), cache) for n in range(given.workers)]
-        for scratch in scratches:
-            trials.add_scratch(scratch)
-        threads = ThreadPoolExecutor(given.workers)
+    def run(number: int, tests: list[str]) -> None:
+        mutant, key = mutants[number], _id(mutants[number], tests)
+        if key in known or time.monotonic() > end_s:
+            return
+        scratch = scratches.get()
         try:
-            times = list(threads.map(trials.time_tests, [promises[name] for name in names]))
-            limits = {
-                name: given.limit_s or max(LIMIT_S, 3 * taken)
-                for name, taken in zip(names, times, strict=True)
-            }
-            tries = [
-                threads.submit(trials.try_mutant, mutant, limits[mutant.promise], end_s)
-                for mutant in mutants
-            ]
-            for one in tries:
-                one.result()
+            limit_s = LIMIT_S + 3 * sum(suite.seconds[test] for test in tests)
+            known[key] = scratch.try_mutant(mutant, tests, limit_s, suite.marker)
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for scratch in scratches:
-                scratch.stop()
-            threads.shutdown()
+            scratches.put(scratch)
+        outcome, test = known[key]
+        about = {key: value for key, value in asdict(mutant).items() if key != "text"}
+        record = {"id": key, "number": number, **about, "outcome": outcome, "test": test}
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        print(f"{suite.name} {outcome:8} {mutant.file}:{mutant.line} {mutant.new}", flush=True)
+
+    def outcome_of(number: int) -> tuple[str, str] | None:
+        """Returns the outcome so far, None if a part has none."""
+        found = [known.get(_id(mutants[number], tests)) for tests in parts[number]]
+        killed = [one for one in found if one is not None and one[0] != "survived"]
+        return killed[0] if killed else None if None in found else ("survived", "")
+
+    with ThreadPoolExecutor(workers) as threads:
+        for late in (False, True):
+            left = {n: part[late] for n, part in parts.items() if part[late:] and not outcome_of(n)}
+            list(threads.map(run, left.keys(), left.values()))
+    return {n: one for n, part in parts.items() if part and (one := outcome_of(n)) is not None}
 
 
-def _id(mutant: Mutant) -> str:
-    return hashlib.sha256(f"{mutant.file}\n{mutant.text}".encode()).hexdigest()[:12]
+def report(
+    mutants: Mapping[int, Mutant],
+    untried: Collection[int],
+    results: Mapping[int, tuple[str, str]],
+    late: Mapping[int, tuple[str, str]] | None,
+) -> int:
+    """Prints how many are killed and what survived. Returns the exit status.
+
+    Args:
+        mutants: All mutants of the draw.
+        untried: Numbers of those for which the time was not enough.
+        results: Outcomes of the default tests.
+        late: Outcomes of the slow tests; None if they have not been run.
+    """
+    not_run, late = late is None, late or {}
+    killed = {n for n, (outcome, _) in results.items() if outcome != "survived"}
+    only_slow = {n for n, (outcome, _) in late.items() if outcome != "survived"}
+    run = set(results) | set(late)
+    share = len(killed) / max(1, len(killed) + len(only_slow))
+    for n in sorted(run - killed):
+        one = mutants[n]
+        end = f"killed by {late[n][1]} only" if n in only_slow else "survived"
+        print(f"{end}: {one.file}:{one.line} {one.place}: {one.old}  ->  {one.new}")
+    print(
+        f"{len(mutants) - len(untried)} of {len(mutants)} tried, "
+        f"{len(mutants) - len(untried) - len(run)} of them on lines that no test runs. "
+        f"`make test` kills {len(killed)} of {len(run)}"
+    )
+    if not_run:
+        print("The time was over before the slow tests.")
+        return 1
+    print(f"The slow tests kill {len(only_slow)} more: {share:.1%} of what all kill.")
+    return 0 if share >= 0.95 else 1
 
 
-@functools.cache
-def _digest(files: tuple[str, ...]) -> str:
-    """Returns the digest of the content of files and folders; a missing one counts as empty."""
-    digest = hashlib.sha256()
-    for name in files:
-        path = ROOT / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes() if file.is_file() else b"")
-    return digest.hexdigest()[:12]
+def _by_file(tests: Sequence[str]) -> list[str]:
+    """Returns tests in the order of their files, so that each fixture of a file is made once."""
+    places = {test.partition("::")[0]: -number for number, test in enumerate(reversed(tests))}
+    return sorted(tests, key=lambda test: places[test.partition("::")[0]])
+
+
+def _id(mutant: Mutant, tests: Sequence[str]) -> str:
+    files = sorted({test.partition("::")[0] for test in tests})
+    content = b"".join((ROOT / file).read_bytes() for file in files)
+    about = "\n".join([mutant.file, mutant.text, *sorted(tests)])
+    return hashlib.sha256(about.encode() + content).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -20,6 +20,23 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 
+# Operators by name. The others fail at once on any type, or change nothing.
+OPERATORS = (
+    "AddNot",
+    "ExceptionReplacer",
+    "NumberReplacer",
+    "ReplaceAndWithOr",
+    "ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_FloorDiv|FloorDiv_Mul|Mul_Add|Div_Mul|Mod_Sub|LShift_RShift|RShift_LShift|BitAnd_BitOr|BitOr_BitAnd)",
+    "ReplaceBreakWithContinue",
+    "ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)",
+    "ReplaceComparisonOperator_(Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Lt_GtE|GtE_Lt|Gt_LtE|LtE_Gt)",
+    "ReplaceContinueWithBreak",
+    "ReplaceFalseWithTrue",
+    "ReplaceOrWithAnd",
+    "ReplaceTrueWithFalse",
+    "ReplaceUnaryOperator_Delete_(Invert|Not|USub)",
+    "ZeroIterationForLoop",
+)
 LOGS = {"log", "logger", "logging", "warnings"}
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 
@@ -33,8 +50,6 @@ class Mutant:
     """One changed file.
 
     Attributes:
-        promise: Name of the promise that the change breaks.
-        name: Name of a mutant made by hand; empty for a drawn one.
         file: Path of the file in the repository.
         line: First changed line, from 1.
         place: Function or class of the change.
@@ -43,8 +58,6 @@ class Mutant:
         text: The whole file after the change.
     """
 
-    promise: str
-    name: str
     file: str
     line: int
     place: str
@@ -53,38 +66,27 @@ class Mutant:
     text: str
 
 
-def operators(patterns: Sequence[str]) -> dict[str, Operator]:
-    """Returns cosmic-ray's operators whose whole name matches one of the patterns.
-
-    Raises:
-        ValueError: If a pattern matches no operator.
-    """
+def operators() -> dict[str, Operator]:
+    """Returns cosmic-ray's operators whose whole name matches one of `OPERATORS`."""
     names = [name.removeprefix("core/") for name in cosmic_ray.plugins.operator_names()]
-    for pattern in patterns:
-        if not any(re.fullmatch(pattern, name) for name in names):
-            raise ValueError(f"no operator of cosmic-ray is called {pattern!r}")
-    chosen = [name for name in names if any(re.fullmatch(p, name) for p in patterns)]
+    chosen = [name for name in names if any(re.fullmatch(p, name) for p in OPERATORS)]
     return {name: cosmic_ray.plugins.get_operator(f"core/{name}")() for name in sorted(chosen)}
 
 
-def draw(
-    root: Path, promise: str, files: Sequence[str], count: int, seed: int, allowed: Sequence[str]
-) -> list[Mutant]:
-    """Draws mutants of a promise's files: places without repeats, then one change of each place.
+def draw(root: Path, files: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """Draws mutants of files: places without repeats, then one change of each place.
 
     Places are ordered by a hash of the seed and of their own line. So a file that moves, or a
     change elsewhere, leaves the other mutants of a seed as they were.
 
     Args:
         root: The repository.
-        promise: Name of the promise.
         files: Paths of its files.
         count: Number of mutants.
         seed: Seed of the draw.
-        allowed: Patterns of operators, as in `operators`.
     """
     places: dict[str, tuple[str, list[Change]]] = {}
-    chosen = operators(allowed)
+    chosen = operators()
     texts = {file: (root / file).read_text(encoding="utf-8") for file in files}
     for file, text in texts.items():
         lines = text.splitlines()
@@ -102,13 +104,13 @@ def draw(
         text = mutate_code(texts[file], chosen[operator], occurrence)
         if text is None or not _differs(texts[file], text):
             continue
-        mutants.append(make_mutant(promise, "", file, texts[file], text))
+        mutants.append(_mutant(file, texts[file], text))
         if len(mutants) == count:
             break
     return mutants
 
 
-def make_mutant(promise: str, name: str, file: str, before: str, after: str) -> Mutant:
+def _mutant(file: str, before: str, after: str) -> Mutant:
     """Returns a mutant with the lines that differ between two texts of a file."""
     lines = before.splitlines(), after.splitlines()
     codes = difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
@@ -117,8 +119,7 @@ def make_mutant(promise: str, name: str, file: str, before: str, after: str) -> 
     old = " ".join(line.strip() for line in lines[0][first[1] : last[2]])
     new = " ".join(line.strip() for line in lines[1][first[3] : last[4]])
     line = first[1] + 1
-    place = _place(before, line) if file.endswith(".py") else f"line {line}"
-    return Mutant(promise, name, file, line, place, old, new, after)
+    return Mutant(file, line, _place(before, line), old, new, after)
 
 
 def _places(
@@ -139,7 +140,7 @@ def _places(
 
 
 def excluded_spans(tree: ast.Module) -> Iterator[Span]:
-    """Yields the parts of a file in which a mutation breaks no promise.
+    """Yields the parts of a file in which a mutation changes nothing that a test should see.
 
     - annotations and what stands under `if TYPE_CHECKING:`
     - decorators and their arguments

@@ -1,13 +1,19 @@
-"""Which tests run a line: a copy of the code notes it, in subprocesses too.
+"""Which tests run a line, and how long each test takes.
 
-A statement before each line of interest appends the line's number and the running test to a file.
+A statement before each line of interest, in a copy of the code, appends the line's number and the
+running test to a file, in subprocesses too. The functions `pytest_*` are a plug-in that notes the
+durations.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import pytest
 
 MODULE = "recserve/_marks.py"
 PID = "MARKS_PID"
@@ -116,3 +122,28 @@ def _blocks(node: ast.stmt) -> Iterable[list[ast.stmt]]:
             yield part
     for other in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
         yield other.body
+
+
+_seconds: dict[str, float] = defaultdict(float)
+_failed: set[str] = set()
+
+
+def pytest_configure() -> None:
+    """Names this process to the marks; a subprocess of a test inherits the name and has another."""
+    os.environ[PID] = str(os.getpid())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds up the phases of a test."""
+    _seconds[report.nodeid] += report.duration
+    if report.outcome != "passed":
+        _failed.add(report.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    """Writes the tests that passed; workers of xdist leave that to their master."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(os.environ["MARKS_SECONDS"], "w", encoding="utf-8") as file:
+            for test, seconds in _seconds.items():
+                if test not in _failed:
+                    file.write(f"{test}\t{seconds:.3f}\n")

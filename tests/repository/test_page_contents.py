@@ -24,7 +24,7 @@ from tests.support.pages import PAGES, find_in_pages
 from tests.support.paths import ROOT
 
 # History, which names what has gone.
-PAST = ("CHANGELOG.md", "redesign.md")
+PAST = ("CHANGELOG.md",)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 SHELLS = ("bash", "sh", "console", "")

@@ -130,7 +130,7 @@ def _read_request(words: list[str], shown: str) -> Request:
 def find_pages() -> list[str]:
     """README and the pages of the site, relative to the checkout."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page.relative_to(ROOT).as_posix() for page in pages if page.name != "redesign.md"]
+    return [page.relative_to(ROOT).as_posix() for page in pages]
 
 
 def serve_before(parts: list[Serve | Request | Block], index: int) -> Serve | None:

@@ -113,8 +113,7 @@ def deadlines(site: Site, budget: Budget) -> Finding:
             Figure("5xx but 504, or no answer", count(found, _broken), 0),
         ),
         f"{statuses(found)}; {gone:.0f} deadlines counted; lateness p99 "
-        f"{percentile(late_ms, 99):.1f} ms, with the client's own delay; R12 counts expired "
-        "requests that are computed",
+        f"{percentile(late_ms, 99):.1f} ms, with the client's own delay",
     )
 
 

@@ -1,9 +1,11 @@
 """Keys are compared as a whole: a key that is nearly right opens nothing."""
 
 import base64
+import re
 
 import pytest
 
+from recserve.schemas.api import OPERATIONS
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
 
@@ -20,15 +22,18 @@ NEAR = {
     "upper case": KEY.upper(),
     "twice": KEY + KEY,
 }
-CLOSED = (
-    ("GET", "/v1/models"),
-    ("GET", "/metrics"),
-    ("GET", "/version"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/events"),
-    ("PUT", "/v1/items"),
-    ("DELETE", "/v1/users/u"),
+# The routes that need no key, as docs/reference/http.md promises.
+OPEN = (
+    *("/health", "/health/live", "/health/ready", "/ping"),
+    *("/v2/health/live", "/v2/health/ready"),
 )
+ROUTES = [
+    (row.method, re.sub(r"\{[^}]*\}", "x", path))
+    for row in OPERATIONS.values()
+    for path in (row.path, *row.aliases)
+    if path not in OPEN
+]
+CLOSED = [route for route in ROUTES if not route[1].startswith("/admin/")]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +62,20 @@ def test_a_key_that_is_nearly_right_is_refused(client, wrong):
 def test_the_key_itself_is_accepted(client):
     for authorization in (f"Bearer {KEY}", f"bearer {KEY}", basic(KEY)):
         assert status(client, "GET", "/v1/models", authorization) == 200
+
+
+def test_without_a_key_only_probes_are_answered(client):
+    """On every route of the table; those of admins want another key than the others."""
+    assert len(ROUTES) > 40
+    for method, path in ROUTES:
+        wrong = (None, "Bearer", KEY, f"Digest {KEY}", *[f"Bearer {KEY}"] * (path[:7] == "/admin/"))
+        for authorization in wrong:
+            assert status(client, method, path, authorization) == 401, (method, path)
+
+
+def test_probes_need_no_key(client):
+    for path in OPEN:
+        assert status(client, "GET", path, None) == 200
 
 
 def test_admin_routes_want_an_admin_key_and_others_an_api_key(client):
