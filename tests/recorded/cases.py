@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -71,8 +70,3 @@ def write_cases(world: str, cases: Iterable[Case], folder: Path = ANSWERS) -> No
     for route, own in routes.items():
         text = "".join(case.line() + "\n" for case in own)
         (target / f"{route}.jsonl").write_text(text, encoding="utf-8")
-
-
-def file_name(method: str, path: str) -> str:
-    """Returns the name of a route's file, such as `post-v1-rank-batch`."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{method} {path}".lower()).strip("-")

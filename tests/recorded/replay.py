@@ -37,7 +37,7 @@ def replay_http(world: World, cases: list[Case], tolerance: float = TOLERANCE) -
             got = way.ask(case)
             wanted, given = case.answer, got
             if not case.steady:
-                wanted, given = wanted["status"], got["status"]
+                wanted, given = wanted.get("status"), got["status"]
             for difference in differences(wanted, given, tolerance):
                 yield Finding(world.name, "http", case, difference, got)
 
@@ -52,7 +52,7 @@ def replay_service(
     with tempfile.TemporaryDirectory() as folder, ServiceWay(world, Path(folder)) as way:
         for case in cases:
             got = way.ask(case)
-            if case.service and case.steady:
+            if case.service and case.steady and case.answer:
                 wanted = expected_of_service(case.answer)
                 for difference in differences(wanted, got, tolerance):
                     yield Finding(world.name, "service", case, difference, got)

@@ -135,20 +135,6 @@ def imported_tests(source: str) -> list[int]:
     return lines
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import tests.engine.test_engine",
-        "from tests.engine.test_engine import model",
-        "from tests.engine import test_engine",
-        "from . import test_engine",
-        "from .test_engine import model",
-    ],
-)
-def test_an_imported_test_file_is_found(line):
-    assert imported_tests(line) == [1]
-
-
 @pytest.mark.slow
 def test_no_test_file_is_imported():
     """What several tests use is in tests/support, and a shared fixture in a conftest.py."""

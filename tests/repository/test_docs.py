@@ -86,29 +86,6 @@ def test_commands_of_the_pages_exist(find):
     assert find_in_pages(find) == {}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["serv"],
-        ["serve", "--bundel", "b"],
-        ["build", "--levels", "four"],
-        ["train", "gpt"],
-        ["rank"],
-    ],
-    ids=" ".join,
-)
-def test_a_wrong_command_is_found(words):
-    with pytest.raises(UsageError):
-        parse(words)
-
-
-def test_commands_are_found_in_blocks():
-    text = "```bash\nKEY=x recserve a --b \\\n  c   # why\nRECSERVE_X=1 recserve d\ncurl e\n```\n"
-    assert fenced_commands(text) == [["recserve", "d"]]
-    text = text.replace("KEY=x ", "")
-    assert fenced_commands(text) == [["recserve", "a", "--b", "c"], ["recserve", "d"]]
-
-
 BENCHMARK = re.compile(r"python -m (benchmarks(?:\.\w+)+)([^`\n#]*)")
 
 
@@ -128,14 +105,6 @@ def wrong_benchmarks(text):
 
 def test_benchmarks_have_the_flags_that_a_page_names():
     assert find_in_pages(wrong_benchmarks) == {}
-
-
-def test_wrong_benchmarks_are_found():
-    text = "`python -m benchmarks.text.load --rounds 3`, python -m benchmarks.none\n"
-    text += (
-        "python -m benchmarks.text.load --no-such 1  # why\npython -m benchmarks.campaign --plan"
-    )
-    assert wrong_benchmarks(text) == ["benchmarks.none", "benchmarks.text.load --no-such 1  "]
 
 
 def anchors(text):
@@ -165,23 +134,8 @@ def test_links_lead_somewhere():
     assert {page: dead for page, dead in found.items() if dead} == {}
 
 
-def test_dead_links_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A: `b` c\n\n[1](#a-b-c) [2](#b) [3](page.md#a-b-c) [4](page.md#c) [5](no.md)"
-    )
-    assert dead_links(page) == ["#b", "page.md#c", "no.md"]
-
-
 def test_no_paths_of_one_machine():
     assert find_in_pages(MACHINE_PATH.findall) == {}
-
-
-def test_machine_paths_are_found():
-    assert MACHINE_PATH.findall("see /home/ann/x and /root/y, not a/home/x") == [
-        "/home/ann",
-        "/root/y",
-    ]
 
 
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -163,25 +163,6 @@ def test_commands_of_other_programs_name_what_is_there():
     )
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "make tests",
-        "make demo TWICE=1",
-        "python -m benchmarks.nothing",
-        "python -m benchmarks.server.waits --no-such-option",
-        "python -m pytest tests/nothing.py",
-        "docker build -f deploy/Dockerfile.gpu .",
-        "docker build -f deploy/Dockerfile.cpu --build-arg EXTRA=x .",
-        "helm install recserve deploy/helm/recserve --set bundle.volumes=1",
-        "pip install 'recserve[serve]'",
-    ],
-)
-def test_a_wrong_command_is_found(command):
-    (words,) = read_commands(f"```bash\n{command}\n```\n")
-    assert find_fault(words)
-
-
 def test_environment_variables_are_settings():
     known = {f"RECSERVE_{name.upper()}" for name in (*SETTINGS, *KERNEL_KEYS)} | OTHER_VARIABLES
     named = re.compile(r"\bRECSERVE_[A-Z_]+\b")

@@ -9,17 +9,10 @@ from benchmarks.support.baselines.llama import to_llama
 from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.models.config import DecoderConfig
 from recserve.models.recommender import Recommender
 from tests.support.reference_models import history, recommender
 
 SMALL = EngineConfig(kv_bytes=8 * 2**20)
-FAMILIES = {
-    "llama": DecoderConfig(48, 3, 6, 2, 8, 80),
-    "llama-mha-wide-heads": DecoderConfig(32, 2, 4, 4, 16, 64, rope_theta=5e5, norm_eps=1e-5),
-    "qwen2": DecoderConfig(48, 3, 6, 3, 8, 80, attention_bias=True, rope_theta=1e6),
-    "qwen3": DecoderConfig(48, 3, 6, 1, 16, 80, qk_norm=True, rope_theta=1e6),
-}
 
 
 def generate(theirs, root: Prefix, beams: int, **constraint):
@@ -79,6 +72,3 @@ def test_beam_search_over_children_equals_generate_with_a_processor(beams):
         slate = engine.run(SlateQuery(prefix=root, trie=trie, k=beams, beam_width=beams))
         assert slate.rows.tolist() == rows_of(model, expected)
         np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)
-
-
-TINY = ["--threads", "1", "--repeats", "1", "--budget-s", "60"]

@@ -228,13 +228,6 @@ class Tab:
         self.run(f"{field}.focus(), {field}.select()")
         self.wait(self.send("Input.insertText", text=text))
 
-    def picture(self, path: Path, whole: bool = True) -> None:
-        """Saves a screenshot of the whole page as PNG."""
-        found = self.wait(
-            self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        )
-        path.write_bytes(base64.b64decode(found["data"]))
-
     def check(self) -> None:
         """Fails if the page has had a problem or has broken its policy since the last check."""
         self.run("new Promise((done) => setTimeout(done, 40))")  # for messages on their way

@@ -1,6 +1,5 @@
-"""The playground of a bundle in a real browser: every tab, every button, every link."""
+"""The playground of a bundle in a real browser: the main use of each tab."""
 
-import re
 from urllib.parse import quote
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from recserve.features.history.type_names import EVENT_TYPES
 from recserve.service import Service, ServiceOptions
 from tests.support.experiment_answers import experiments
-from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.tiny_bundle import shared_bundle
 
@@ -48,28 +46,8 @@ def page(tab, client):
     tab.check()
 
 
-def shown(page):
-    return page.run("document.querySelector('[role=tabpanel]:not([hidden])').id")
-
-
 def no_error(page):
     assert page.run("document.getElementById('error').hidden")
-
-
-@pytest.mark.parametrize("width, dark", covering((400, 1400), {"light": False, "dark": True}))
-def test_every_tab_fits_the_screen_in_light_and_dark(page, width, dark):
-    page.size(width, 800, dark)
-    page.open(f"{page.home}#recommend?compare=nezha")
-    page.until("document.querySelectorAll('ol.slate li').length === 20")
-    assert page.run(FITS)
-    for name, condition in TABS.items():
-        page.open(f"{page.home}#{name}")
-        page.until(condition)
-        assert page.run(FITS), name
-        assert shown(page) == name
-        no_error(page)
-    background = page.run("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(15, 18, 22)") == dark
 
 
 def test_recommend(page, users):
@@ -93,113 +71,6 @@ def test_recommend(page, users):
     no_error(page)
 
 
-def test_the_tree_is_coloured_and_follows_the_arrow_keys(page, users):
-    page.open(f"{page.home}#recommend?user={users[5]}&strategy=speculative&k=9")
-    page.until("document.querySelectorAll('.tree .node-verified').length")
-    legend = page.run("document.querySelector('#tree .legend').innerText")
-    assert "drafted, verified, in the slate" in legend and "drafted, not in the slate" in legend
-    assert page.run("document.querySelectorAll('.tree .leaf').length") == 9
-    page.run("document.querySelector('.tree').focus()")
-    levels = []
-    for key in ("ArrowDown", "ArrowDown", "ArrowRight", "ArrowUp"):
-        page.press(key)
-        levels.append(page.run("document.querySelector('#tree .detail').textContent"))
-    assert [re.match(r"level (\d), code \d+: ", line)[1] for line in levels] == list("0110")
-    assert "leads to #1" in levels[0] and "log-probability" in levels[0]
-    page.click(".tree .node-draft")
-    assert "drafted, not in the slate" in page.run(
-        "document.querySelector('#tree .detail').textContent"
-    )
-    page.open(f"{page.home}#recommend?user={users[6]}&strategy=beam")
-    page.until("document.querySelectorAll('.tree .node-search').length")
-
-
-def test_two_strategies_side_by_side(page, users):
-    page.open(f"{page.home}#recommend?user={users[4]}&strategy=beam&compare=nezha&k=7")
-    page.until("document.querySelectorAll('ol.slate li').length === 14")
-    marks = page.run("[...document.querySelectorAll('.slate .badge')].map((b) => b.textContent)")
-    verdict = page.run("document.querySelector('.verdict').textContent")
-    shared = 14 - marks.count("only here")
-    assert verdict.startswith(f"{shared // 2} of 7 items are in both slates")
-    names = r"(beam|nezha) took ([\d.]+) ms, (beam|nezha) ([\d.]+) ms for prefill, draft and verify"
-    fast, fast_ms, slow, slow_ms = re.search(names, verdict).groups()
-    assert {fast, slow} == {"beam", "nezha"} and float(fast_ms) <= float(slow_ms)
-    assert verdict.endswith("Both found the history in the cache.")
-    cards = page.run("[...document.querySelectorAll('#slates .card')].map((c) => c.innerText)")
-    for card, strategy in zip(cards, ("beam", "nezha"), strict=True):
-        assert " for the explanation that this page asks for" in card
-        spent = {name: float(ms) for name, ms in re.findall(r"(\w+)\s+([\d.]+) ms", card)}
-        compared = float(fast_ms if strategy == fast else slow_ms)
-        assert spent["Slate"] == compared
-        stages = spent["prefill"] + spent["draft"] + spent["verify"]
-        assert compared == pytest.approx(stages, abs=0.1)
-    page.run("document.getElementById('tree-choice').value = '1'")
-    page.run("document.getElementById('tree-choice').dispatchEvent(new Event('change'))")
-    page.until("document.querySelectorAll('.tree .node-unscored').length > 7")
-    page.click("#recommend-request-open")
-    commands = page.run("[...document.querySelectorAll('#recommend pre')].map((p) => p.innerText)")
-    assert len(commands) == 2 and commands[0].startswith("curl -s 'http://127.0.0.1:")
-    assert '"strategy":"nezha"' in commands[1]
-    page.click("#recommend-request .curl button")
-    page.until(
-        "document.querySelector('#recommend-request .curl button').textContent !== 'Copy as curl'"
-    )
-    selected = page.run("getSelection().toString()")
-    assert selected == commands[0]
-
-
-def test_titles_come_with_the_answer_or_several_at_once(page, client, users):
-    """A request of the page shows titles, and no item is read alone."""
-    calls = "performance.getEntriesByType('resource').map((r) => decodeURIComponent(r.name))"
-    titles = (
-        "[...document.querySelectorAll('.slate .title, .named .title')].map((t) => t.innerText)"
-    )
-    page.open("about:blank")
-    page.open(f"{page.home}#recommend?user={users[8]}&compare=nezha")
-    page.until("document.querySelectorAll('ol.slate li').length === 20")
-    ids = page.run("[...document.querySelectorAll('.slate .under code')].map((t) => t.innerText)")
-    named = {one: client.get(f"/v1/items/{one}").json()["title"] for one in ids}
-    assert page.run(titles) == [named[one] for one in ids]
-    read = [name.partition("/v1/items")[2] for name in page.run(calls) if "/v1/items" in name]
-    assert read and all(name.startswith(("?limit=", "?ids=")) for name in read), read
-    events = client.get(f"/v1/users/{users[8]}/history").json()["events"]
-    wanted = list(dict.fromkeys(event["item_id"] for event in events))
-    asked = [name[5:].split(",") for name in read if name.startswith("?ids=")]
-    assert [one for part in asked for one in part] == [i for i in wanted if i in sum(asked, [])]
-    page.open("about:blank")
-    page.open(f"{page.home}#rank?user={users[8]}&candidates={ids[0]}%0A{ids[1]}")
-    page.until("document.querySelectorAll('#rank-results tbody tr').length === 2")
-    assert set(page.run(titles)) == {named[ids[0]], named[ids[1]]}
-    assert not [name for name in page.run(calls) if "?ids=" in name]
-
-
-def test_filters_exclusions_and_their_errors(page, users):
-    page.expected = ("422",)
-    page.open(f"{page.home}#recommend?user={users[4]}")
-    page.until(TABS["recommend"])
-    first = page.run("document.querySelector('.slate code').textContent")
-    category = page.run("document.querySelector('#category-list option').value")
-    page.click("#more-options")
-    page.type("#exclude", first)
-    page.type("#category", category)
-    page.press("Enter")
-    page.until("location.hash.includes('category=') && document.querySelector('.slate li')")
-    page.until(f"document.querySelector('.slate code').textContent !== {first!r}")
-    page.type("#filter", "{nonsense")
-    page.click("#recommend-go")
-    page.until("document.getElementById('error').textContent === 'The filter is not JSON.'")
-    page.type("#filter", '{"equals": ["category", "x"]}')
-    page.click("#recommend-go")
-    page.until("document.getElementById('error').textContent.startsWith('filter')")
-    page.type("#filter", '{"in": ["category", ["no such category"]]}')
-    page.click("#recommend-go")
-    page.until("document.querySelector('#slates .empty')")
-    # In one line, and not one word a line in the column of the ranks.
-    lines = "document.querySelector('#slates .empty').getClientRects()[0].height"
-    assert page.run(lines) < 70
-    assert page.run("document.querySelector('#slates .empty').offsetWidth") > 300
-
-
 def test_the_page_writes_no_events(page, users):
     """Trying the page must not change what is learnt from; an event needs a type of the bundle."""
     posted = "performance.getEntriesByType('resource').filter((r) => r.name.endsWith('/v1/events'))"
@@ -212,13 +83,6 @@ def test_the_page_writes_no_events(page, users):
         "[...document.querySelectorAll('#browse-detail .found .under')].map((t) => t.textContent)"
     )
     assert set(types) <= set(EVENT_TYPES)
-
-
-def test_a_cold_user_gets_a_note(page):
-    page.open(f"{page.home}#recommend?user=nobody")
-    page.until("document.querySelector('#slates .notes')")
-    assert "popular items" in page.run("document.querySelector('#slates .notes').textContent")
-    assert "No events yet" in page.run("document.getElementById('history').textContent")
 
 
 def test_rank(page, users):
@@ -302,25 +166,6 @@ def test_experiments(page):
     page.until("document.getElementById('error').textContent === 'the server is loading'")
 
 
-def test_health_shows_the_past_of_the_server_at_once(page, client, users):
-    """The page is opened only after requests and errors; nothing happens afterwards."""
-    page.open("about:blank")
-    recent = client.app.state.recent
-    for number in range(3):
-        client.post("/v1/recommend", json={"user": {"id": users[number]}})
-        client.post("/v1/recommend", json={"user": {"id": users[number]}, "k": 0})
-        client.get("/v1/items/nothing-of-this-name")
-        recent.take()
-    page.open(f"{page.home}#health")
-    page.until("document.querySelector('#charts path')")
-    lines = page.run("[...document.querySelectorAll('#charts path')].map((one) => one.outerHTML)")
-    assert len(lines) >= 6 and all("L" in line for line in lines[:4])
-    rows = page.run("[...document.querySelectorAll('#errors tr')].map((one) => one.innerText)")
-    counts = {row.split("\t")[0]: int(row.split("\t")[1]) for row in rows}
-    assert counts["out_of_range"] >= 3 and counts["unknown_item"] >= 3
-    no_error(page)
-
-
 def test_health(page, client, users):
     page.expected = ("favicon.ico",)  # the browser asks for it beside a page that is no HTML
     page.open(f"{page.home}#health")
@@ -337,62 +182,6 @@ def test_health(page, client, users):
         page.until(f"location.hash === '' && document.body.innerText.includes({words!r})")
         page.back()
         page.until(TABS["health"])
-
-
-def test_tabs_move_with_the_arrow_keys_and_the_address_restores_them(page):
-    page.open(page.home)
-    page.until(TABS["recommend"])
-    page.click("#tab-recommend")
-    for key, name in (
-        ("ArrowRight", "rank"),
-        ("ArrowRight", "browse"),  # there is no language model, so the tab Text is not shown
-        ("End", "health"),
-        ("ArrowRight", "recommend"),
-        ("ArrowLeft", "health"),
-        ("Home", "recommend"),
-    ):
-        page.press(key)
-        page.until(f"document.activeElement.id === 'tab-{name}'")
-        assert shown(page) == name
-        assert page.run("document.querySelectorAll('[role=tab][tabindex=\"0\"]').length") == 1
-    assert page.run("document.getElementById('tab-text').hidden")
-    for name in ("browse", "experiments", "health"):
-        page.click(f"#tab-{name}")
-        page.until(f"location.hash === '#{name}'")
-    page.back()
-    page.until(f"!document.getElementById('experiments').hidden && {TABS['experiments']}")
-    page.run("document.getElementById('tab-experiments').focus()")
-    page.press("Tab")
-    assert page.run("document.activeElement.closest('#experiments') !== null")
-    assert page.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-
-
-def test_theme_and_key(page):
-    page.open(page.home)
-    page.until(TABS["recommend"])
-    light = page.run("getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
-    dark = page.run("getComputedStyle(document.body).backgroundColor")
-    assert light != dark
-    page.open(page.home)
-    page.until(TABS["recommend"])
-    assert page.run("getComputedStyle(document.body).backgroundColor") == dark
-    page.click("#theme")
-    page.run("localStorage.clear()")
-    page.click("#key-button")
-    page.press("Escape")
-    assert page.run("document.getElementById('key-box').hidden")
-    page.click("#key-button")
-    page.type("#key", "a secret")
-    page.click("#key-save")
-    page.until(TABS["recommend"])
-    stored = page.run("[sessionStorage.getItem('recserve-api-key'), JSON.stringify(localStorage)]")
-    assert stored == ["a secret", "{}"]
-    command = "document.querySelector('#recommend-request pre').textContent"
-    page.until(f"{command}.includes('$RECSERVE_KEY')")
-    assert "a secret" not in page.run(command)
-    assert "secret" not in page.run("location.href + document.cookie")
-    page.run("sessionStorage.clear()")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support.grids import covering
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
 
@@ -63,70 +62,3 @@ def test_a_text_is_written_and_accepted_tokens_are_marked(page):
     assert '"include_token_sources":true' in page.run(
         "document.querySelector('#text-request pre').innerText"
     )
-
-
-def test_a_stream_can_be_stopped_by_button_and_by_escape(page, client):
-    engine = client.app.state.lifecycle.service.engine
-    page.open(f"{page.home}#text?drafter=ngram&length=64")
-    page.until(DONE)
-    assert page.run("document.getElementById('length').value") == "64"
-    for number, stop in enumerate((lambda: page.click("#text-stop"), lambda: page.press("Escape"))):
-        engine.hold.set()
-        page.click("#text-go")
-        page.until("!document.getElementById('text-stop').disabled")
-        page.until("document.querySelector('#written span + span span')")
-        before = engine.cancelled
-        stop()
-        page.until("document.getElementById('text-stop').disabled")
-        page.run(f"void {number}")
-        assert len(written(page)) < len("Once upon a time" + STORY)
-        deadline = 500
-        while engine.cancelled == before and deadline:
-            deadline -= 1
-            page.run("new Promise((done) => setTimeout(done, 10))")
-        assert engine.cancelled == before + 1
-        engine.hold.clear()
-    assert page.run("document.getElementById('error').hidden")
-    page.click("#text-clear")
-    assert written(page) == ""
-
-
-def test_a_chat_grows_turn_by_turn(page):
-    page.open(f"{page.home}#text?mode=chat&length=16")
-    page.until("document.getElementById('text-go').textContent === 'Send'")
-    page.type("#prompt", "Tell me more")
-    page.press("Enter")
-    page.until(DONE)
-    page.type("#prompt", "And then?")
-    page.press("Enter")
-    page.until("document.querySelectorAll('#written .turn').length === 4 && " + DONE)
-    turns = page.run("[...document.querySelectorAll('#written .turn')].map((t) => t.innerText)")
-    assert turns[0].splitlines() == ["you", "Tell me more"]
-    assert turns[1].startswith("toy\n") and STORY[1:13] in turns[1]
-    page.click("#mode-completion")
-    assert page.run("document.getElementById('text-go').textContent") == "Write"
-    page.click("#mode-chat")
-    assert page.run("document.querySelectorAll('#written .turn').length") == 4
-    page.press("Escape")
-
-
-def test_an_error_shows_the_servers_message(page, client):
-    page.expected = ("400", "500")
-    page.open(f"{page.home}#text?nodes=5000&drafter=ngram")
-    page.until("document.getElementById('error').textContent.includes('speculation.num_tokens')")
-    engine = client.app.state.lifecycle.service.engine
-    engine.failure = ValueError("broken on purpose")
-    page.open(f"{page.home}#text?seed=1")
-    page.until("document.getElementById('error').textContent === 'internal error'")
-    engine.failure = None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width, dark", covering((400, 1400), {"light": False, "dark": True}))
-def test_the_tab_fits_the_screen_in_light_and_dark(page, width, dark):
-    page.size(width, 800, dark)
-    for path in ("", "#text?mode=chat", "#health", "#experiments"):
-        page.open(f"{page.home}{path}")
-        page.until("!document.getElementById('main').hidden")
-        page.until("document.querySelector('[role=tabpanel]:not([hidden])')")
-        assert page.run("document.documentElement.scrollWidth <= innerWidth")
