@@ -9,30 +9,30 @@ one pass.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recserve.kernels.attention.attention import BatchAttention, LayerAttention, tree_attention
-from recserve.kernels.attention.exact import ExactPool
-from recserve.kernels.attention.native import NativeTreeAttention
+from recserve.kernels.attention.native import in_c
 from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.decoder.decoder import NativeLayers
 from recserve.kernels.layers import operators
-from recserve.kernels.layers.reference import HeadNorms
+from recserve.kernels.layers.reference import HeadNorms, rotate
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.config import DecoderConfig, RopeFactors
 
 
-class Attend(Protocol):
-    """Attention of one layer."""
+class Attend(ABC):
+    """Attention of the layers of a network."""
 
+    @abstractmethod
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends after RoPE.
 
@@ -45,11 +45,45 @@ class Attend(Protocol):
         Returns:
             [..., T, H, D].
         """
-        ...
+
+    def of_projections(
+        self, layer: int, qkv: Tensor, kv_heads: int, rope: Rope, norms: HeadNorms | None
+    ) -> Tensor:
+        """Attends from projections before RoPE.
+
+        Args:
+            layer: Number of the layer.
+            qkv: [..., T, H + 2 K, D], queries first.
+            kv_heads: K.
+            rope: Rotary positions of the rows.
+            norms: Norms of queries and keys. None means that they have none.
+
+        Returns:
+            [..., T, H, D].
+        """
+        heads = [qkv.shape[-2] - 2 * kv_heads, kv_heads]
+        turned, value = torch.split(qkv, [sum(heads), kv_heads], dim=-2)
+        if norms is not None:
+            query, key = torch.split(turned, heads, dim=-2)
+            query = operators.rms_norm(query, norms.query, norms.eps)
+            key = operators.rms_norm(key, norms.key, norms.eps)
+            turned = torch.cat([query, key], dim=-2)
+        query, key = torch.split(rope(turned), heads, dim=-2)
+        return self(layer, query, key, value)
+
+    def in_one_call(
+        self, layers: NativeLayers, x: Tensor, rope: Rope
+    ) -> Callable[[Tensor, range, bool], Tensor] | None:
+        """Returns a function that runs some layers of x [T, E] in one call.
+
+        Its arguments are x, the numbers of the layers, and whether the final norm follows. The
+        result is None where the layers must run one by one.
+        """
+        return None
 
 
 @dataclass(frozen=True)
-class DenseAttention:
+class DenseAttention(Attend):
     """Softmax attention within one padded batch, without a cache: for training and tests.
 
     Attributes:
@@ -92,7 +126,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | N
 
 
 @dataclass(frozen=True)
-class DenseSiluAttention:
+class DenseSiluAttention(Attend):
     """silu(q k / sqrt(D)) / normalizer without softmax (HSTU, MTGR), within one padded batch.
 
     Attributes:
@@ -168,7 +202,7 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-class PagedAttention:
+class PagedAttention(Attend):
     """An `Attend` that writes the keys and values of the computed nodes to their slots."""
 
     def __init__(
@@ -205,24 +239,15 @@ class PagedAttention:
         return self._prepared
 
     def of_projections(
-        self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
+        self, layer: int, qkv: Tensor, kv_heads: int, rope: Rope, norms: HeadNorms | None
     ) -> Tensor:
-        """Attends from projections before RoPE, which are rotated and written in one pass.
-
-        Args:
-            layer: Number of the layer.
-            qkv: [Tq, H + 2 K, D], queries first.
-            rope: Rotary positions of the rows.
-            norms: Norms of queries and keys. None means that they have none.
-
-        Returns:
-            [Tq, H, D].
-        """
+        """As Attend, with qkv [Tq, H + 2 K, D]. Rows are rotated and written in one pass."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        if isinstance(self.pool, ExactPool):
-            query = self.pool.rope_write(layer, qkv, rope.cos, rope.sin, self.slots, norms)
-        else:
+        if self.pool.writes_as_given:
             query = operators.rope_write(qkv, rope.cos, rope.sin, self.slots, keys, values, norms)
+        else:
+            query, key, value = rotate(qkv, rope.cos, rope.sin, kv_heads, norms)
+            self.pool.write(layer, self.slots, key.to(qkv.dtype), value)
         # Kernels read keys and values of the computed nodes from the pool, so these are
         # placeholders.
         attend = self._prepared or self._prepare(HeadLayout.of(query, keys))
@@ -231,20 +256,17 @@ class PagedAttention:
     def in_one_call(
         self, layers: NativeLayers, x: Tensor, rope: Rope
     ) -> Callable[[Tensor, range, bool], Tensor] | None:
-        """Returns a function that runs some layers of x [Tq, E] in one call.
-
-        Its arguments are x, the numbers of the layers, and whether the final norm follows. The
-        result is None where the layers must run one by one.
-        """
+        """As Attend, with x [Tq, E]."""
         keys, values, s = self.pool.keys, self.pool.values, layers.shape
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
             return None
         if x.ndim != 2 or keys.dtype != x.dtype or torch.is_grad_enabled():
             return None
-        attention = self._prepared or self._prepare(
-            HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype)
+        attention = in_c(
+            self._prepared
+            or self._prepare(HeadLayout(s.kv_heads, s.heads // s.kv_heads, s.dim, x.dtype))
         )
-        if not isinstance(attention, NativeTreeAttention):
+        if attention is None:
             return None
         turns = rope.cos, rope.sin
         return lambda x, numbers, norm: layers(
@@ -252,8 +274,8 @@ class PagedAttention:
         )
 
 
-class LayeredAttention(PagedAttention):
-    """A `PagedAttention` whose layers see different keys."""
+class LayeredAttention(Attend):
+    """An `Attend` whose layers see different keys."""
 
     def __init__(self, layers: Sequence[PagedAttention]) -> None:
         """Takes the attention of each layer. All of them compute the same nodes."""
@@ -264,10 +286,7 @@ class LayeredAttention(PagedAttention):
         return self._layers[layer](layer, query, key, value)
 
     def of_projections(
-        self, layer: int, qkv: Tensor, rope: Rope, norms: HeadNorms | None = None
+        self, layer: int, qkv: Tensor, kv_heads: int, rope: Rope, norms: HeadNorms | None
     ) -> Tensor:
         """Calls the attention of a layer."""
-        return self._layers[layer].of_projections(layer, qkv, rope, norms)
-
-    def in_one_call(self, layers: NativeLayers, x: Tensor, rope: Rope) -> None:
-        """Returns None: the layers run one by one."""
+        return self._layers[layer].of_projections(layer, qkv, kv_heads, rope, norms)

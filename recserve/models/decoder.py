@@ -16,7 +16,7 @@ from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.decoder.decoder import NativeLayers
 from recserve.kernels.layers import operators
 from recserve.kernels.layers.reference import HeadNorms
-from recserve.models.attention import Attend, PagedAttention, Rope, rope_frequencies
+from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.gated_lora import MaskRows
 
@@ -141,20 +141,10 @@ class DecoderLayer(nn.Module):
         c = self.config
         product = self._product("qkv", inputs, layer, gate)
         qkv = torch.unflatten(product, -1, (-1, c.head_dim))
-        if isinstance(attend, PagedAttention):
-            norms = None
-            if c.qk_norm:
-                norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-            mixed = attend.of_projections(layer, qkv, rope, norms)
-        else:
-            sizes = [c.num_heads, c.num_kv_heads]
-            turned, value = torch.split(qkv, [sum(sizes), c.num_kv_heads], dim=-2)
-            if c.qk_norm:
-                query, key = torch.split(turned, sizes, dim=-2)
-                turned = torch.cat([self.q_norm(query), self.k_norm(key)], dim=-2)
-            query, key = torch.split(rope(turned), sizes, dim=-2)
-            mixed = attend(layer, query, key, value)
-        mixed = mixed.flatten(-2)
+        norms = None
+        if c.qk_norm:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        mixed = attend.of_projections(layer, qkv, c.num_kv_heads, rope, norms).flatten(-2)
         return mixed if self.gate is None else mixed * self.gate(inputs).sigmoid()
 
     def _product(self, part: str, x: Tensor, layer: int, gate: MaskRows | None) -> Tensor:
@@ -265,6 +255,6 @@ class Decoder(nn.Module):
         Its arguments are x, the numbers of the layers, and whether the final norm follows.
         """
         # C has no gate. Its products give the same bits one by one.
-        if self.whole_decoder is None or gate is not None or not isinstance(attend, PagedAttention):
+        if self.whole_decoder is None or gate is not None:
             return None
         return attend.in_one_call(self.whole_decoder, x, rope)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from recserve.models.attention import DenseAttention, Rope
+from recserve.models.attention import Attend, DenseAttention, Rope
 from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle
@@ -586,7 +586,7 @@ LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 5.0, 9.0
 LONG |= {"rope_type": "longrope", "original_max_position_embeddings": 32}
 
 
-class Queries:
+class Queries(Attend):
     """An `Attend` that keeps the queries."""
 
     def __call__(self, number, query, key, value):

@@ -15,7 +15,7 @@ from recserve.kernels.attention.cpu import CpuTreeAttention
 from recserve.kernels.attention.fp8 import DecodedAttention
 from recserve.kernels.attention.native import NativeTreeAttention, supports, supports_heads
 from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
-from recserve.kernels.backend import Operator
+from recserve.kernels.backend import Backend, Operator, backend_of
 from recserve.kernels.tree_batch import TreeBatch
 
 LayerAttention = Callable[..., Tensor]
@@ -25,27 +25,7 @@ BatchAttention = Callable[[TreeBatch, HeadLayout, Activation], LayerAttention]
 def _in_torch(
     batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
 ) -> LayerAttention:
-    """Prepares the attention of one batch; the result is called once per layer.
-
-    Training uses `reference.tree_attention`, which has gradients.
-
-    Args:
-        batch: Trees of one forward pass.
-        heads: Heads of queries and keys.
-        activation: Softmax, or SiLU with a constant normaliser.
-
-    Returns:
-        A function (query, key, value, keys, values) -> [Tq, H, D]. query [Tq, H, D], key and value
-        [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
-        pool, with the computed nodes already written.
-    """
-    if batch.fixed_shapes:
-        return lambda query, key, value, keys, values: reference.padded_tree_attention(
-            query, keys, values, batch
-        )
-    if heads.fp8:
-        return DecodedAttention(batch, heads, activation, tree_attention)
-    if not batch.slots.is_cuda:
+    if batch.slots.is_cpu and not batch.fixed_shapes:
         return CpuTreeAttention(batch, heads, activation)
     return lambda query, key, value, keys, values: reference.tree_attention(
         query, keys, values, batch, activation
@@ -64,10 +44,33 @@ def _reads(batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
     return batch.slots
 
 
-tree_attention = Operator(
+_attend = Operator(
     _in_torch,
     _in_c,
     _c_supports,
     triton="recserve.kernels.attention.triton_attention:TritonTreeAttention",
     reads=_reads,
 )
+
+
+def tree_attention(
+    batch: TreeBatch, heads: HeadLayout, activation: Activation = SOFTMAX
+) -> LayerAttention:
+    """Prepares the attention of one batch; the result is called once per layer.
+
+    Training uses `reference.tree_attention`, which has gradients.
+
+    Args:
+        batch: Trees of one forward pass.
+        heads: Heads of queries and keys.
+        activation: Softmax, or SiLU with a constant normaliser.
+
+    Returns:
+        A function (query, key, value, keys, values) -> [Tq, H, D]. query [Tq, H, D], key and value
+        [Tq, K, D] belong to the computed nodes. keys and values [slots, K, D] are one layer of the
+        pool, with the computed nodes already written.
+    """
+    decoded = heads.fp8 and not batch.fixed_shapes
+    if decoded and backend_of(batch.slots) is not Backend.TRITON:
+        return DecodedAttention(batch, heads, activation, _attend)
+    return _attend(batch, heads, activation)

@@ -26,7 +26,6 @@ from torch import Tensor
 from recserve.kernels.attention.fp8 import DecodedAttention
 from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
 from recserve.kernels.cache.kv_pool import KVPool
-from recserve.kernels.layers.reference import HeadNorms, rotate
 from recserve.kernels.tree_batch import TreeBatch
 
 BITS = 22
@@ -65,23 +64,11 @@ def on_grid(x: Tensor) -> Tensor:
 class ExactPool(KVPool):
     """A KV pool whose numbers lie on the grid of exact sums."""
 
+    writes_as_given = False
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores keys and values as KVPool.write does, rounded to the grid."""
         super().write(layer, slots, on_grid(key), on_grid(value))
-
-    def rope_write(
-        self,
-        layer: int,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        """Runs `reference.rope_write` with keys and values rounded to the grid."""
-        query, key, value = rotate(qkv, cos, sin, self.shape.num_kv_heads, norms)
-        self.write(layer, slots, key.to(qkv.dtype), value)
-        return query
 
 
 @dataclass(frozen=True)

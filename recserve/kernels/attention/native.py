@@ -131,6 +131,11 @@ class NativeTreeAttention:
         return out
 
 
+def in_c(attention: object) -> NativeTreeAttention | None:
+    """Returns a prepared attention if C attends, and other functions in C may do it, else None."""
+    return attention if isinstance(attention, NativeTreeAttention) else None
+
+
 def _counts(batch: TreeBatch) -> list[int]:
     """Returns the number of computed nodes of each tree."""
     bounds = batch.tree.offsets

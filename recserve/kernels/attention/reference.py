@@ -72,12 +72,14 @@ def tree_attention(
         query: [Tq, H, D] of the computed nodes.
         keys: [slots, K, D], one layer of the pool with the new nodes already written.
         values: Same shape as the keys.
-        batch: Trees of the forward pass.
+        batch: Trees of the forward pass. With `fixed_shapes` the activation is softmax.
         activation: Softmax, or SiLU with a constant normaliser.
 
     Returns:
         [Tq, H, D] in query's dtype.
     """
+    if batch.fixed_shapes:
+        return padded_tree_attention(query, keys, values, batch)
     tree, dim = batch.tree, query.shape[-1]
     groups = query.shape[1] // keys.shape[1]
     queries = batch.queries

@@ -7,6 +7,7 @@ allocates pages; this file only knows addresses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,9 +44,13 @@ class KVPool:
         keys: [num_layers, (P + 1) * S, K, D], a float type or FP8.
         values: Same shape and type as the keys.
         spare_slot: Slot that receives padding.
+        writes_as_given: Whether `write` stores keys and values as they are, so that a kernel may
+            do it.
         attached: Pools with the same slots, such as a drafter's. Copies and deletions apply to them
             too.
     """
+
+    writes_as_given: ClassVar[bool] = True
 
     def __init__(
         self,

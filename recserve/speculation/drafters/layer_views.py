@@ -16,14 +16,14 @@ from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
-from recserve.models.attention import LayeredAttention, PagedAttention
+from recserve.models.attention import Attend, LayeredAttention, PagedAttention
 from recserve.models.drafters.feature_network import LayerView
 from recserve.speculation.drafter import StateSpan
 
 
 def attend_committed(
     batch: TreeBatch, parts: Seq[StateSpan], views: Seq[LayerView], pool: KVPool
-) -> PagedAttention:
+) -> Attend:
     """Returns the attention of committed rows.
 
     Args:
@@ -35,7 +35,7 @@ def attend_committed(
     return _attend(batch, views, pool, lambda view: _committed(batch, parts, view))
 
 
-def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> PagedAttention:
+def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> Attend:
     """Returns the attention of drafted rows.
 
     Args:
@@ -48,7 +48,7 @@ def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> Pag
 
 def _attend(
     batch: TreeBatch, views: Seq[LayerView], pool: KVPool, narrow: Callable[[LayerView], TreeBatch]
-) -> PagedAttention:
+) -> Attend:
     if not views:
         return PagedAttention(batch, pool)
     attends = {view: PagedAttention(narrow(view), pool) for view in set(views)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
-from recserve.models.attention import DenseAttention
+from recserve.models.attention import Attend, DenseAttention
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.training.recommender.history_trees import HistoryBatch
@@ -16,7 +16,7 @@ from recserve.training.recommender.objectives import MASKED
 
 
 @dataclass
-class _Recording:
+class _Recording(Attend):
     """Attention that records the keys and values of every layer."""
 
     attend: DenseAttention
@@ -31,7 +31,7 @@ class _Recording:
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _Behind(Attend):
     """Attention of additional nodes that also see the recorded ones.
 
     Attributes:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from recserve.models.attention import DenseAttention
+from recserve.models.attention import Attend, DenseAttention
 from recserve.models.decoder import AuxHiddenStates
 from recserve.models.drafters.block import Block, BlockConfig
 from recserve.models.drafters.block_files import load_block, save_block
@@ -41,7 +41,7 @@ LIKELIHOOD_WEIGHT = 0.1  # of DSpark's loss; the rest is the total variation
 
 
 @dataclass(frozen=True)
-class BlockAttention:
+class BlockAttention(Attend):
     """Attention of packed blocks to their row's context and to themselves, for one layer.
 
     Attributes:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
-from recserve.models.attention import DenseAttention
+from recserve.models.attention import Attend, DenseAttention
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates, RMSNorm
 from recserve.models.drafters.eagle import Eagle, EagleConfig
 from recserve.models.drafters.eagle_files import load_eagle, save_eagle
@@ -66,7 +66,7 @@ class EagleRecipe:
     )
 
 
-class UnrolledAttention:
+class UnrolledAttention(Attend):
     """Attention of the unrolled steps of a network with one layer.
 
     Row t of step i sees the rows 0..t of step 0, and row t of each step since.
