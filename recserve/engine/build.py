@@ -10,7 +10,7 @@ import torch
 
 from recserve.core.draft_policy import DepthPolicy
 from recserve.engine.beam_search_graph import cuda_searches
-from recserve.engine.capture import cuda_prefills
+from recserve.engine.capture import TEXT_PREFILL_BUCKETS, cuda_prefills
 from recserve.engine.draft_proposer import text_step_cost
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -102,8 +102,8 @@ def _set_kv_bytes(config: EngineConfig, models: EngineModels) -> EngineConfig:
     graph_bytes = 0
     if models.recommender is not None:
         graph_bytes += config.item_graph_bytes
-    if models.text is not None and config.graphs is not False:
-        graph_bytes += config.graph_limits.bytes
+    if models.text is not None:
+        graph_bytes += config.text_graph_bytes
     device = adapters[0].device if adapters else torch.device("cpu")
     return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
 
@@ -166,7 +166,10 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters)
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
     policy = DepthPolicy(text_step_cost(model) if measured else None)
-    engine.schedulers["text"] = TextScheduler(runner, model, limits, graphs, policy, kv)
+    engine.schedulers["text"] = text = TextScheduler(runner, model, limits, graphs, policy, kv)
+    text.prefills = cuda_prefills(
+        runner, kv, model, config.graphs, config.prefill_limits, TEXT_PREFILL_BUCKETS
+    )
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
     engine.schedulers["text_scores"] = RoundScheduler(
         runner, kv, step_tokens, ADMITTED_STEPS * step_tokens

@@ -297,7 +297,8 @@ Model = Recommender | LanguageModel
 PREFILL_STATES = 16  # most last rows whose states are read: the last token, and placeholders
 PREFILL_LIMITS = CaptureLimits(seconds=20.0, bytes=2**30)
 # The outcome of a step that computes a prefix. `replayed` used a graph. The others were launched,
-# because of company: other prefixes or trees in the forward pass; size: its rows, states or prefix.
+# because of company: other prefixes in the forward pass, or trees of items; size: its rows, states
+# or prefix.
 PrefillResult = Literal["replayed", "company", "size"]
 PREFILL_RESULTS: tuple[PrefillResult, ...] = get_args(PrefillResult)
 
@@ -308,19 +309,23 @@ class PrefillBucket:
 
     Attributes:
         rows: Rows of the graph. A prefill has fewer, so that the second tree is not empty.
+        text: Whether it is a graph of the language model.
     """
 
     rows: int
+    text: bool = False
 
     @property
     def name(self) -> str:
-        """For example `prefill 64`, the most rows of a prefill."""
-        return f"prefill {self.rows - 1}"
+        """For example `prefill 64`, the most rows of a prefill, or `text prefill 64`."""
+        return f"{'text ' if self.text else ''}prefill {self.rows - 1}"
 
 
 # On an H200 a launched prefill of a model with 28 layers keeps the host busy for 10 to 17 ms, and
 # the device for 5.7 ms at 1,001 rows (docs/results/gpu.md).
 PREFILL_BUCKETS = tuple(PrefillBucket(rows + 1) for rows in (16, 64, 256, 512, 1024))
+# A step computes at most 512 tokens of a prompt (`TextLimits.prefill_tokens`).
+TEXT_PREFILL_BUCKETS = tuple(PrefillBucket(bucket.rows, True) for bucket in PREFILL_BUCKETS[:-1])
 
 
 class PrefillGraph(CapturedGraph[Tensor]):
@@ -433,6 +438,7 @@ def cuda_prefills(
     model: Model,
     enabled: bool | None,
     limits: CaptureLimits = PREFILL_LIMITS,
+    buckets: tuple[PrefillBucket, ...] = PREFILL_BUCKETS,
 ) -> PrefillGraphs | None:
     """Captures the prefills of a model on a CUDA device. Returns None on others, or if not enabled.
 
@@ -442,7 +448,8 @@ def cuda_prefills(
         model: The model.
         enabled: False disables graphs.
         limits: How much time and memory that may take.
+        buckets: What is captured, from few rows to many.
     """
     if enabled is False or not is_cuda(runner.pool.keys.device):
         return None
-    return PrefillGraphs(runner, kv, model, CudaRecorder(), limits)
+    return PrefillGraphs(runner, kv, model, CudaRecorder(), limits, buckets)

@@ -26,7 +26,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.plugins import request_error
 from recserve.core.sequence import Sequence
-from recserve.engine.capture import GraphSet
+from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.draft_proposer import DraftProposer
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
@@ -123,6 +123,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         running: Texts that have pages, by priority and then by age.
         preempted: Texts that wait for pages or for another text that computes their beginning.
         graphs: Captured steps. None launches the kernels of every step one by one.
+        prefills: Captured prefills. None: all prefills are launched.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         )
         self._pack = TreePacker(runner.pool.keys.device)
         self._ids, self.graphs = count(), graphs
+        self.prefills: PrefillGraphs | None = None
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
         self._text_groups = TextGroups(runner.pool.keys.device, together=graphs is not None)
@@ -277,14 +279,21 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
-        """The captured steps."""
-        return {} if self.graphs is None else {"steps": self.graphs}
+        """The captured steps and prefills."""
+        sets = {"steps": self.graphs, "prefills": self.prefills}
+        return {kind: graphs for kind, graphs in sets.items() if graphs is not None}
 
     def replay(
         self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup]
     ) -> tuple[Seq[Chunk[TextSequence]], Seq[TextGroup]]:
-        """Replays the step of a group if a graph holds it, and commits what it accepts."""
-        if self.graphs is None:
+        """Replays the prefill of one text, then the step of a group if a graph holds it."""
+        if self.prefills is not None and chunks:
+            if len(chunks) > 1:
+                self.prefills.counts["company"] += 1
+            elif (states := self.prefills.replay(self.chunk_batch(chunks[0]))) is not None:
+                self.finish_prefill(chunks, [StepStates(states)])
+                chunks = ()
+        if self.graphs is None or not (chunks or trees):
             return chunks, trees
         outputs = self.graphs.step(trees, bool(chunks))
         if outputs is None:

@@ -1,5 +1,6 @@
 """Prefills in fixed shapes: the states and the cache of those that are launched as they come."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,16 +12,20 @@ from recserve.engine.capture import (
 )
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.text_scheduler import TextLimits
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.metrics import Metrics
 from recserve.models.inputs import NodeInputs
 from recserve.service.service import gauges_of
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.sampling_params import SamplingParams
 from tests.support.device_worlds import assert_same, recommending
 from tests.support.pretend_cuda import PretendCuda
-from tests.support.recorded_steps import POISON
-from tests.support.text_plain import drawn_model
+from tests.support.recorded_steps import POISON, Counted, with_graphs
+from tests.support.text_engines import assert_no_leak, engine_for
+from tests.support.text_plain import VOCABULARY, drawn_model, plain
 
 BUCKETS = (PrefillBucket(6), PrefillBucket(17))
 
@@ -123,6 +128,30 @@ def test_engines_answer_alike_with_replayed_prefills(strategy):
     assert graphs.counts["replayed"] >= 3  # one of the four may be cached
     assert_same(world.engine.run_many(both), launching.engine.run_many(both))
     assert graphs.counts["company"] == 1
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["launched-steps", "replayed-steps"])
+def test_texts_are_alike_with_replayed_prefills(steps):
+    """Prompts alone and beside running texts, in one chunk and in several, some of them twice."""
+    model, g = drawn_model(1), np.random.default_rng(7)
+    engine = with_graphs(model, Counted()) if steps else engine_for(model)
+    scheduler = engine.schedulers["text"]
+    scheduler.limits = TextLimits(prefill_tokens=8)
+    scheduler.prefills = graphs = PrefillGraphs(
+        scheduler.runner, scheduler.kv, model, EagerRecorder(), buckets=BUCKETS
+    )
+    queries = [
+        TextQuery(g.integers(0, VOCABULARY, size), SamplingParams(seed=size, max_tokens=5))
+        for size in (5, 21, 2, 13, 3, 4)
+    ]
+    for some in ([0], [1], [2, 1], [3, 0, 2], [4, 5]):
+        answers = engine.run_many([queries[number] for number in some])
+        for number, answer in zip(some, answers, strict=True):
+            wanted = plain(model, queries[number].prompt.tolist(), queries[number].params)[0]
+            assert answer.tokens.tolist() == wanted
+    assert graphs.counts["replayed"] >= 4 and graphs.counts["company"] >= 1
+    assert engine.stats().graph_prefills == graphs.counts
+    assert_no_leak(engine)
 
 
 def test_prefills_are_counted():
