@@ -180,7 +180,7 @@ class Gauges:
     )
     graph_prefills: Mapping[str, int] = _counters(
         "recserve_graph_prefills",
-        "Forward passes with item histories replayed as a CUDA graph, or the reason why not",
+        "Forward passes with prefixes alone replayed as a CUDA graph, or the reason why not",
         "result",
     )
     graph_seconds: Mapping[str, float] = _gauges(
