@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -28,7 +27,6 @@ from tests.support.published_eagle import (
     LAYERS,
     LAYOUTS,
     SIZES,
-    deepspec,
     eagle3,
     hass,
     hass_speculators,
@@ -124,115 +122,6 @@ def test_the_norms_of_hass(layout, tmp_path, target):
     torch.testing.assert_close(network.logits(given, target), logits)
 
 
-def ids_in_d2t(fields, weights):
-    weights["d2t"] = weights["t2d"].nonzero()[:, 0]
-
-
-def no_d2t(fields, weights):
-    del weights["d2t"]
-
-
-def other_t2d(fields, weights):
-    weights["t2d"] = weights["t2d"].roll(1)
-
-
-def unknown_field(fields, weights):
-    fields["attention_sinks"] = 4
-
-
-def unknown_tensor(fields, weights):
-    weights["midlayer.self_attn.sinks"] = torch.zeros(4)
-
-
-def two_norms(fields, weights):
-    fields |= {"fc_norm": True, "norm_before_fc": True}
-
-
-def missing_norms(fields, weights):
-    fields["fc_norm"] = True
-
-
-def layer_too_deep(fields, weights):
-    fields["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}
-
-
-def another_embedding(fields, weights):
-    weights["embed_tokens.weight"] = torch.randn(VOCABULARY, 32)
-
-
-def another_size(fields, weights):
-    weights["fc.weight"] = torch.randn(32, 64)
-
-
-def not_finite(fields, weights):
-    weights["norm.weight"][3] = float("nan")
-
-
-def another_kind(fields, weights):
-    fields["speculators_model_type"] = "dflash"
-
-
-def no_mask_token(fields, weights):
-    weights["mask_hidden"] = torch.randn(1, 1, 96)
-
-
-def mask_token_outside(fields, weights):
-    weights["mask_hidden"] = torch.randn(1, 1, 96)
-    fields["mask_token_id"] = VOCABULARY
-
-
-def no_mask_states(fields, weights):
-    fields |= {"mask_token_id": 7, "speculators_model_type": "peagle"}
-
-
-FAULTS = {
-    ids_in_d2t: "d2t",
-    no_d2t: "'d2t'",
-    other_t2d: "d2t and t2d",
-    unknown_field: "'attention_sinks'",
-    unknown_tensor: "sinks",
-    two_norms: "fc_norm and norm_before_fc",
-    missing_norms: "fc_norm.0.weight",
-    layer_too_deep: "layer 9 of its target, which has 2",
-    another_embedding: "embed_tokens.weight",
-    another_size: "fc.weight",
-    not_finite: "norm.weight",
-    another_kind: "'dflash'",
-    no_mask_token: "mask_token_id is missing",
-    mask_token_outside: f"mask_token_id is {VOCABULARY}",
-    no_mask_states: "'mask_hidden'",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_is_named(fault, tmp_path, target):
-    fields, weights = eagle3()
-    fields = dict(fields)
-    fault(fields, weights)
-    with pytest.raises((UnsupportedModel, ValueError), match=FAULTS[fault]):
-        load_eagle(written(tmp_path, fields, weights), target)
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["eagle-1", "eagle-3"])
-def test_what_is_saved_is_what_was_there(fused, tmp_path, target):
-    network = eagle(target, fused, seed=2).network
-    save_eagle(network, tmp_path)
-    again = load_eagle(tmp_path, target)
-    for name, weight in network.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
-    names = set(load_file(tmp_path / "model.safetensors"))
-    assert ("midlayer.self_attn.q_proj.weight" in names) == fused
-
-
-def test_a_saved_p_eagle_network_is_read_back(tmp_path, target):
-    network = parallel(target, seed=2).network
-    save_eagle(network, tmp_path)
-    again = load_eagle(tmp_path, target)
-    assert again.config == network.config
-    for name, weight in network.state_dict().items():
-        assert torch.equal(weight, again.state_dict()[name]), name
-
-
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "mtp"])
 def test_biases_and_scaled_positions_of_the_target_are_saved(kind, tmp_path):
     """Qwen2 has biases on queries, keys and values alone; Llama 3.1 scales its positions."""
@@ -275,14 +164,6 @@ def test_rotary_pairs_are_read_as_halves(name, tmp_path, target):
     )
     for key, weight in halves.state_dict().items():
         assert torch.equal(weight, pairs.state_dict()[key]), key
-
-
-def test_deepspec_without_its_norms_is_refused(tmp_path, target):
-    fields, weights = deepspec()
-    for part in "qk":
-        del weights[f"layers.0.self_attn.{part}_norm.weight"]
-    with pytest.raises(UnsupportedModel, match="q_norm"):
-        load_eagle(written(tmp_path, fields, weights), target)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -446,41 +327,6 @@ def test_neutral_fields_change_nothing(name, tmp_path, target):
         assert torch.equal(weight, network.state_dict()[key]), key
 
 
-ASKS = {
-    "use_input_layernorm_in_first_layer": False,
-    "use_last_layernorm": False,
-    "use_mtp_layernorm": True,
-    "next_layer_regular": False,
-    "parallel_draft_step": 2,
-    "num_target_layers": 3,
-    "draft_num_hidden_layers": 2,
-    "vocab_size": VOCABULARY - 1,
-    "position_embedding_type": "alibi",
-}
-
-
-@pytest.mark.parametrize("name", ASKS)
-def test_a_field_that_changes_the_numbers_is_refused(name, tmp_path, target):
-    fields, weights = eagle3()
-    with pytest.raises(UnsupportedModel, match=f"{name} is {ASKS[name]!r}"):
-        load_eagle(written(tmp_path, fields | {name: ASKS[name]}, weights), target)
-
-
-@pytest.mark.parametrize("table", ["t2d", "d2t"])
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("more", [-1, 1])
-def test_tables_of_another_length_are_refused(table, full, more, tmp_path, target):
-    fields, weights = eagle3()
-    if full:
-        fields = fields | {"draft_vocab_size": VOCABULARY}
-        weights["lm_head.weight"] = torch.randn(VOCABULARY, 32)
-        weights["d2t"] = torch.zeros(VOCABULARY, dtype=torch.int64)
-    own = weights[table]
-    weights[table] = own[:-1] if more < 0 else torch.cat([own, own[-1:]])
-    with pytest.raises(UnsupportedModel, match=rf"{table} is \({len(own) + more},\)"):
-        load_eagle(written(tmp_path, fields, weights), target)
-
-
 def test_a_head_on_the_final_state_has_no_projection(tmp_path, target):
     """`use_aux_hidden_state: false`: vLLM reads the final state as the feature."""
     fields, weights = eagle3()
@@ -520,25 +366,6 @@ def test_windows_are_read_by_the_rule_of_their_layout(tmp_path, target):
     fields, weights = eagle3()
     network = load_eagle(written(tmp_path / "eagle-3", fields | WINDOWED, weights), target)
     assert network.config.views == (LayerView(window=5, moves=True),)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"sliding_window": None}, "sliding_window is None"),
-        ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"sliding_window": 2.5}, "sliding_window is 2.5"),
-        ({"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
-        ({"layer_types": ["chunked_attention"]}, "chunked_attention"),
-        ({"layer_types": ["sliding_attention"] * 2}, "a list of 1 kinds"),
-        ({"layer_types": "sliding_attention"}, "a list of 1 kinds"),
-    ],
-)
-def test_windows_that_cannot_be_read_are_refused(change, message, tmp_path, target):
-    fields, weights = speculators()
-    fields["transformer_layer_config"] = SIZES | WINDOWED | change
-    with pytest.raises(UnsupportedModel, match=message):
-        load_eagle(written(tmp_path, fields, weights), target)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
 
-from recserve.models.history_bonus import FILE, RECENT, load_history_bonus
+from recserve.models.history_bonus import RECENT, load_history_bonus
 from tests.support.history_bonuses import bonus_by_hand, bonus_of
 
 
@@ -52,29 +50,3 @@ def test_a_saved_bonus_is_read_back(tmp_path: Path) -> None:
     assert found is not None and found.repeat == -4.0
     for name in ("offsets", "rows", "links"):
         np.testing.assert_array_equal(getattr(found, name), getattr(bonus, name))
-
-
-DAMAGE = {
-    "offsets": [np.array([0, 1, 2, 3, 5]), np.array([0, 2, 1, 3, 4]), np.array([1, 1, 2, 3, 4])],
-    "rows": [np.array([0, 1, 2, 4], np.int32), np.array([-1, 1, 2, 3], np.int32), np.arange(4)],
-    "links": [np.array([1, 1, np.nan, 1], np.float32), np.ones(3, np.float32), np.ones(4)],
-    "repeat": [np.array([np.inf]), np.zeros(2)],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "number"), [(name, n) for name, all_ in DAMAGE.items() for n in range(len(all_))]
-)
-def test_a_damaged_file_is_refused(tmp_path: Path, name: str, number: int) -> None:
-    bonus_of(np.eye(4), 0.0).save(tmp_path)
-    arrays = load_file(tmp_path / FILE)
-    save_file(arrays | {name: DAMAGE[name][number]}, tmp_path / FILE)
-    with pytest.raises(ValueError, match=r"history_bonus\.safetensors: not a history bonus"):
-        load_history_bonus(tmp_path, 4)
-    save_file(arrays, tmp_path / FILE)
-    with pytest.raises(ValueError, match="it has 4 items; the recommender has 5"):
-        load_history_bonus(tmp_path, 5)
-    del arrays[name]
-    save_file(arrays, tmp_path / FILE)
-    with pytest.raises(ValueError, match="not a history bonus"):
-        load_history_bonus(tmp_path, 4)

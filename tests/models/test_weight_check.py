@@ -7,22 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recserve.bundle.bundle import Bundle
-from recserve.models.dense_retriever import (
-    DenseRetriever,
-    RetrieverConfig,
-    load_retriever,
-    save_retriever,
-)
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.medusa_files import load_medusa, save_medusa
 from recserve.models.loading import UnsupportedModel, load_language_model
-from recserve.models.recommender import load_recommender
-from recserve.models.sasrec import SasRec, SasRecConfig, load_sasrec, save_sasrec
 from recserve.models.saving import save_language_model
 from recserve.models.weight_check import is_finite
 from recserve.service import Service, ServiceOptions
 from recserve.service.text.loader import TextSettings, load_text
-from tests.support.text_plain import VOCABULARY, drawn_model
+from tests.support.text_plain import drawn_model
 from tests.support.tiny_bundle import shared_bundle
 from tests.support.tiny_llm import tiny_llm
 
@@ -82,36 +72,6 @@ def test_a_bundle_with_such_a_weight_is_not_opened(tmp_path, section, value):
     assert str(caught.value).startswith(f"{file}: {name} holds")
 
 
-def test_a_retriever_with_such_a_weight_is_refused(tmp_path):
-    recommender = load_recommender(shared_bundle() / "recommender")
-    retriever = DenseRetriever(RetrieverConfig(32, 8, ("a",), (1.0,), "events", (1,), (1.0,)))
-    save_retriever(retriever, tmp_path)
-    load_retriever(tmp_path, recommender)
-    name = spoil(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="holds NaN or infinity") as caught:
-        load_retriever(tmp_path, recommender)
-    assert str(caught.value).startswith(f"{tmp_path / 'model.safetensors'}: {name} holds")
-
-
-def test_a_sasrec_with_such_a_weight_is_refused(tmp_path):
-    save_sasrec(SasRec(SasRecConfig(num_items=9, hidden_size=8, num_heads=2)), tmp_path)
-    load_sasrec(tmp_path)
-    name = spoil(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=name):
-        load_sasrec(tmp_path)
-
-
-def test_a_language_model_with_such_a_weight_is_refused(tmp_path):
-    """By the name that the file has for it."""
-    save_language_model(drawn_model(), tmp_path)
-    load_language_model(tmp_path)
-    file = tmp_path / "model.safetensors"
-    name = spoil(file)
-    with pytest.raises(UnsupportedModel, match="NaN or infinity as torch.float32") as caught:
-        load_language_model(tmp_path)
-    assert str(caught.value).startswith(f"{file}: {name} holds")
-
-
 def test_a_weight_that_is_too_large_for_the_type_served_is_refused(tmp_path):
     save_language_model(drawn_model(), tmp_path)
     name = spoil(tmp_path / "model.safetensors", 1e6)
@@ -139,13 +99,3 @@ def test_a_model_whose_first_logits_are_not_finite_is_not_served(tmp_path):
     save_file(weights, file)
     with pytest.raises(UnsupportedModel, match="computes NaN or infinity after its token 0"):
         load_text(TextSettings(folder), torch.device("cpu"))
-
-
-def test_medusa_heads_with_such_a_weight_are_refused(tmp_path):
-    save_medusa(MedusaHeads(MedusaConfig(32, VOCABULARY, num_heads=2)), tmp_path)
-    load_medusa(tmp_path, 32, VOCABULARY)
-    file = tmp_path / "medusa_lm_head.safetensors"
-    name = spoil(file)
-    with pytest.raises(UnsupportedModel, match="holds NaN or infinity") as caught:
-        load_medusa(tmp_path, 32, VOCABULARY)
-    assert str(caught.value).startswith(f"{file}: {name} holds")
