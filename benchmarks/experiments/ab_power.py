@@ -27,14 +27,11 @@ from scipy import stats
 from recserve.experiments.session import this_machine
 from recserve.experiments.statistics import (
     STATISTICS,
-    BlockScores,
     Observations,
-    Statistic,
     autocorrelation_time,
     compare,
     count_blocks,
     difference_time,
-    sign_test,
     time_blocks,
 )
 
@@ -109,14 +106,6 @@ def observed(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int)
     tau = difference_time(values, treated, order)
     blocks = time_blocks(order, count_blocks(shots, tau))
     return Observations(values, treated, blocks)
-
-
-def paired_p(
-    trace: np.ndarray, shots: int, effect: float, seed: int, statistic: Statistic
-) -> float:
-    """The p-value of one paired experiment, as `compare` has it; without its intervals."""
-    scores = BlockScores(observed(trace, "paired", shots, effect, seed), statistic)
-    return sign_test(scores.at_factor(0.0))
 
 
 def replay(trace: np.ndarray, mode: str, shots: int, effect: float, seed: int) -> dict:

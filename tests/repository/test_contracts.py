@@ -1,8 +1,6 @@
 """What the contracts of import order in pyproject.toml cannot say, and that they see every file."""
 
 import ast
-import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -95,49 +93,4 @@ def test_no_array_is_unpickled():
     assert pickled_arrays("np.load('x', allow_pickle=False)") == []
     sources = {path: path.read_text("utf-8") for path in package_files()}
     wrong = {path: pickled_arrays(s) for path, s in sources.items() if "allow_pickle" in s}
-    assert not {str(path): lines for path, lines in wrong.items() if lines}
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_link_at_the_top(name):
-    link = ROOT / name
-    assert link.is_symlink()
-    assert os.readlink(link) == f"recserve/{name}"
-    assert not (PACKAGE / name / "__init__.py").exists()
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
-def test_links_are_committed():
-    listed = subprocess.run(
-        ["git", "ls-files", "--stage", *LINKS], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    modes = {line.split("\t")[1]: line.split()[0] for line in listed.stdout.splitlines()}
-    assert modes == dict.fromkeys(LINKS, "120000")
-
-
-def test_other_folders_are_packages():
-    """Each says in one line what it holds; only the three linked folders are namespaces."""
-    linked = {PACKAGE / name for name in LINKS}
-    for folder in {path.parent for path in package_files()} - {PACKAGE}:
-        if linked & {folder, *folder.parents}:
-            continue
-        assert (folder / "__init__.py").exists(), f"{folder.relative_to(ROOT)} has no __init__.py"
-
-
-def imported_tests(source: str) -> list[int]:
-    """Lines that import a test file, or a name of one."""
-    lines = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            if any(part.startswith("test_") for name in names for part in name.split(".")):
-                lines.append(node.lineno)
-    return lines
-
-
-@pytest.mark.slow
-def test_no_test_file_is_imported():
-    """What several tests use is in tests/support, and a shared fixture in a conftest.py."""
-    files = sorted((ROOT / "tests").rglob("*.py"))
-    wrong = {path: imported_tests(path.read_text("utf-8")) for path in files}
     assert not {str(path): lines for path, lines in wrong.items() if lines}

@@ -1,6 +1,5 @@
 """The pages tell the truth: commands parse, links lead somewhere, no path is one machine's."""
 
-import ast
 import functools
 import importlib.util
 import re
@@ -86,27 +85,6 @@ def test_commands_of_the_pages_exist(find):
     assert find_in_pages(find) == {}
 
 
-BENCHMARK = re.compile(r"python -m (benchmarks(?:\.\w+)+)([^`\n#]*)")
-
-
-def wrong_benchmarks(text):
-    """Benchmark commands whose module does not exist, or does not know one of their flags."""
-    wrong = []
-    for module, rest in BENCHMARK.findall(text.replace("\\\n", " ")):
-        path = ROOT.joinpath(*module.split("."))
-        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
-        helpers = [*file.parent.glob("*.py"), *(ROOT / "benchmarks" / "support").glob("*.py")]
-        known = "".join(helper.read_text(encoding="utf-8") for helper in helpers)
-        flags = re.findall(r"(?<!\S)--[\w-]+", rest)
-        if not file.exists() or any(f'"{flag}"' not in known for flag in flags):
-            wrong.append(f"{module}{rest}")
-    return wrong
-
-
-def test_benchmarks_have_the_flags_that_a_page_names():
-    assert find_in_pages(wrong_benchmarks) == {}
-
-
 def anchors(text):
     """What a link may name behind `#`: the headings, as they are written in addresses."""
     headings = HEADING.findall(re.sub(r"```.*?```", "", text, flags=re.DOTALL))
@@ -136,15 +114,6 @@ def test_links_lead_somewhere():
 
 def test_no_paths_of_one_machine():
     assert find_in_pages(MACHINE_PATH.findall) == {}
-
-
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def test_python_examples_are_python():
-    for page in PAGES:
-        for block in PYTHON.findall(page.read_text(encoding="utf-8")):
-            ast.parse(block, str(page))
 
 
 def test_every_page_is_in_the_navigation():
