@@ -102,8 +102,8 @@ def _set_kv_bytes(config: EngineConfig, models: EngineModels) -> EngineConfig:
     graph_bytes = 0
     if models.recommender is not None:
         graph_bytes += config.item_graph_bytes
-    if models.text is not None:
-        graph_bytes += config.text_graph_bytes
+    if models.text is not None and config.graphs is not False:
+        graph_bytes += config.graph_limits.bytes + config.prefill_limits.bytes
     device = adapters[0].device if adapters else torch.device("cpu")
     return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
 

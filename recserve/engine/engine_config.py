@@ -51,11 +51,6 @@ class EngineConfig:
     invariant: bool = False
 
     @property
-    def text_graph_bytes(self) -> int:
-        """Most bytes that the graphs of a language model take on CUDA."""
-        return 0 if self.graphs is False else self.graph_limits.bytes + self.prefill_limits.bytes
-
-    @property
     def item_graph_bytes(self) -> int:
         """Most bytes that the graphs of a recommender take on CUDA."""
         if self.graphs is False or self.invariant:
