@@ -119,3 +119,9 @@ def test_a_part_that_is_not_finished_leaves_nothing(tmp_path):
     next(steps)
     steps.close()
     assert [path for path in out.rglob("*") if path.is_file()] == []
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "out").write_text("x")
+    with pytest.raises(OutputExists, match="is not empty"):
+        OutputFolder(tmp_path / "out")

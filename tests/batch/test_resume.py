@@ -336,3 +336,9 @@ def test_a_disk_that_refuses_writes_ends_the_job_and_leaves_it_resumable(tmp_pat
     monkeypatch.setattr(os, "fsync", real)
     run(job, runner())
     assert files(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5])
+def test_the_error_rate_is_a_share(tmp_path, rate):
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        Job(tmp_path, tmp_path, max_error_rate=rate)

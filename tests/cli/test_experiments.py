@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -289,3 +290,14 @@ def test_bench_compares_with_a_saved_run(users, exact_times, tmp_path):
     assert "this run" in report.read_text() and "saved run" in report.read_text()
     wrong = invoke("bench", "http://127.0.0.1:9", "--data", users, "--against", users)
     assert wrong.exit_code != 0 and "expected" in str(wrong.exception)
+
+
+def test_ab_prints_the_verdict_and_tables(users):
+    with http_server(recserve) as url:
+        result = invoke(
+            "ab", url, "--data", users, "--arm", "a={}", "--arm", "b={}", *SHORT, "--exact", 0
+        )
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    assert re.search(r"(between b and a|compare b with a) in p99 latency", said), said
+    assert "latency in ms" in result.stdout

@@ -386,3 +386,9 @@ def test_a_server_that_ends_during_a_swap_closes_what_it_has_opened(
         assert engines() == before + 1 + published  # a published one, and what a rollback needs
         lifecycle.close()
     until(lambda: engines() == before)
+
+
+def test_a_link_inside_the_folder_may_be_named(server, bundles):
+    (bundles / "current").symlink_to("two")
+    assert begin(server, "current").status_code == 202
+    assert ended(server)["current"]["path"] == "two"

@@ -148,15 +148,6 @@ def test_a_history_without_a_user_is_a_unit_of_its_own(server):
         assert sum(arm[1] for arm in counts(client).values()) == 8
 
 
-def test_rankings_are_judged_too(server):
-    with server(experiments=[{"name": "scorer", "use": "rank", "arms": SPLIT_RANK}]) as client:
-        items = client.get("/playground/samples").json()["items"][:3]
-        body = {"user": {"id": "anna"}, "candidates": [{"item_id": item} for item in items]}
-        ranking = client.post("/v1/rank", json=body).json()
-        send(client, event("anna", ranking))
-        assert counts(client)[ranking["experiment"]["arm"]] == (1, 1)
-
-
 def test_clicks_on_an_interleaved_slate_count_for_the_team_of_their_item(server):
     mixed = {**ONE, "mode": "interleaved"}
     expected = {"control": [0, 0, 0], "nezha": [0, 0, 0]}

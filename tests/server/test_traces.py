@@ -93,7 +93,6 @@ def test_an_error_of_the_server_is_marked():
     [
         ({}, "recserve", installed("recserve")),
         ({"OTEL_SERVICE_NAME": "shop"}, "shop", installed("recserve")),
-        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=shop,zone=a"}, "shop", installed("recserve")),
         ({"OTEL_RESOURCE_ATTRIBUTES": "service.version=7"}, "recserve", "7"),
         (
             {"OTEL_SERVICE_NAME": "a", "OTEL_RESOURCE_ATTRIBUTES": "service.name=b"},

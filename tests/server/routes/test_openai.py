@@ -366,35 +366,6 @@ def test_a_model_without_a_template_says_so(tmp_path):
         assert server.post("/v1/completions", json=ASK).status_code == 200
 
 
-def drawn_value(rng, depth=0):
-    """Any JSON value, sizes and depths a client should not send among them."""
-    kinds = [None, True, 0, -1, 1e308, 10**30, "", "x" * 300, "u\u0000", "\ud83d\ude00", 3.5, [[]]]
-    if depth > 3 or rng.random() < 0.6:
-        return rng.choice(kinds)
-    if rng.random() < 0.5:
-        return [drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))]
-    keys = ["role", "content", "type", "text", "drafter", "tree", "0", "include_usage"]
-    return {rng.choice(keys): drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))}
-
-
-@pytest.mark.parametrize("count", [80, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_no_body_is_an_internal_error(server, engine, path, count):
-    """So many bodies per route: a valid one with one or two fields replaced by drawn values."""
-    rng = random.Random(path)
-    good = {**ASK, "stream": False} if path == "completions" else {**CHAT, "stream": False}
-    names = [*good, "n", "stop", "seed", "logit_bias", "logprobs", "speculation", "bad_words"]
-    names += ["stream_options", "top_k", "echo", "suffix", "tools", "response_format", "metadata"]
-    names += ["stop_token_ids", "chat_template_kwargs", "timeout_ms", "user", "temperature"]
-    counts = {200: 0, 400: 0}
-    for _ in range(count):
-        body = {**good, **{rng.choice(names): drawn_value(rng) for _ in range(rng.randrange(1, 3))}}
-        answer = server.post(f"/v1/{path}", content=json.dumps(body))
-        assert answer.status_code in (200, 400, 404, 504), (answer.text, body)
-        counts[answer.status_code] = counts.get(answer.status_code, 0) + 1
-    assert counts[200] > count / 50 and counts[400] > count / 5
-
-
 @pytest.mark.parametrize("drafter, source", [("none", set()), ("ngram", {"draft"})])
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_stream_names_the_source_of_each_token(server, chat, drafter, source):

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import random
 import re
 import socket
 from contextlib import contextmanager
@@ -143,53 +142,6 @@ def fits(schema: dict, value: object) -> bool:
     """Whether the rules of a schema beside those on its fields allow a value."""
     rules = {name: rule for name, rule in schema.items() if name in ("not", "anyOf")}
     return Draft202012Validator(rules).is_valid(value)
-
-
-def drawn_value(rng, depth=0):
-    """Any JSON value, sizes and depths a client should not send among them."""
-    kinds = [None, True, 0, -1, 1e308, 10**30, "", "x" * 300, "u\u0000", "\ud83d\ude00", 3.5]
-    if depth > 3 or rng.random() < 0.6:
-        return rng.choice(kinds)
-    if rng.random() < 0.5:
-        return [drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))]
-    keys = ["id", "item_id", "eq", "in", "and", "not", "range", "seen", "price", "odd"]
-    return {rng.choice(keys): drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))}
-
-
-@pytest.mark.parametrize("count", [80, pytest.param(500, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("path", ["recommend", "rank", "rank:batch", "events"])
-def test_no_body_is_an_internal_error(client, samples, user, path, count):
-    """So many bodies per route: valid ones with one to three fields replaced by drawn values."""
-    rng = random.Random(path)
-    good = {
-        "recommend": {
-            **{"user": {"id": user}, "history": None, "k": 3, "strategy": "auto"},
-            **{"beam_width": 50, "exclude": {}, "filter": None, "timeout_ms": 900},
-            **{"request_id": "r", "explain": True, "dense_weight": 0.5, "outcome": None},
-        },
-        "rank": {
-            **{"user": {"id": user}, "history": None, "scorer": "auto", "sort_by": None},
-            "candidates": [{"item_id": i} for i in samples["items"][:3]],
-        },
-        "rank:batch": {"requests": [], "timeout_ms": 900},
-        "events": {"events": [], "request_id": None},
-    }[path]
-    rows = {"rank:batch": "requests", "events": "events"}
-    row = {"user_id": user, "item_id": samples["items"][0], "type": None, "timestamp": None}
-    if path == "rank:batch":
-        row = {"user": {"id": user}, "candidates": [{"item_id": samples["items"][0]}]}
-    for _ in range(count):
-        body = dict(good)
-        if path in rows:
-            changed = {**row, rng.choice(list(row)): drawn_value(rng)}
-            body[rows[path]] = [row, changed]
-        for name in rng.sample(list(body), rng.randrange(1, min(4, len(body) + 1))):
-            if path not in rows or rng.random() < 0.3:
-                body[name] = drawn_value(rng)
-        answer = client.post(f"/v1/{path}", content=json.dumps(body).encode())
-        assert answer.status_code in (200, 400, 404, 422, 504), (body, answer.text)
-        if answer.status_code != 200:
-            error_of(answer)
 
 
 def test_late_answers_are_504_and_their_work_is_not_done(client, user):

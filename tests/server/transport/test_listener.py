@@ -27,3 +27,11 @@ def test_a_client_that_connects_in_the_last_moment_is_refused_and_not_reset(filt
         select.select([late], [late], [], 30)  # TCP tries again after a second
         error = late.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         assert error == (errno.ECONNREFUSED if filtered else errno.ECONNRESET)
+
+
+def test_a_system_that_refuses_the_filter_says_so():
+    listener = socket.socket()
+    listener.close()
+    assert drop_handshakes(listener) is False
+    with socket.socket(socket.AF_UNIX) as listener:
+        assert drop_handshakes(listener) is False

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recserve.schemas.events import EventInput
-from recserve.service.attribution import MAX_SHOWN, MAX_TOKEN, BadToken
+from recserve.service.attribution import MAX_SHOWN, MAX_TOKEN, BadToken, Signer
 from recserve.service.slate_log.records import verify_tokens
 from tests.support.slate_records import SIGNER, slate
 
@@ -82,3 +82,9 @@ def test_a_token_of_a_long_answer_names_its_first_items_and_can_be_sent(count):
     for item in items[MAX_SHOWN : MAX_SHOWN + 9]:
         with pytest.raises(BadToken, match="among its first 1000 items"):
             SIGNER.team(said, item)
+
+
+def test_a_short_key_signs_nothing():
+    Signer(b"k" * 16)
+    with pytest.raises(ValueError, match="16 bytes or more, got 15"):
+        Signer(b"k" * 15)

@@ -1,4 +1,7 @@
-"""A wrong field is refused by its place and bound, over HTTP and from Python in the same words."""
+"""A wrong field is refused by its place and bound, over HTTP and from Python; no body is a 500."""
+
+import json
+import random
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ BODIES = {
     "put_items": {"items": [{"item_id": ITEM}]},
     "rollback_items": {"catalog_version": "v"},
     "complete": {"prompt": "a"},
-    "chat": {"messages": [{"role": "user", "content": "a"}]},
+    "chat": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
     "rerank": {"query": "a", "documents": ["b"]},
     "rerank_v2": {"query": "a", "documents": ["b"]},
     "generative_scoring": {"query": "a", "items": ["b"], "label_token_ids": [1]},
@@ -94,10 +97,13 @@ def spoilt(schemas, schema, body, place=()):
                 yield body | {name: own}, *rest
 
 
+def path_of(row):
+    return row.path.format_map(dict.fromkeys(parameters_of(row.path), "recommend"))
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_a_wrong_field_is_named_with_its_bound(client, name):
     row, service = OPERATIONS[name], client.app.state.lifecycle.service
-    path = row.path.format_map(dict.fromkeys(parameters_of(row.path), "recommend"))
     neutral = refused_fields(row.body)
     for body, place, code, word in spoilt(
         client.schemas, client.schemas[row.body.__name__], BODIES[name]
@@ -105,7 +111,7 @@ def test_a_wrong_field_is_named_with_its_bound(client, name):
         if place[0] in neutral:
             continue
         param = ".".join(place)
-        answer = client.request(row.method, path, json=body)
+        answer = client.request(row.method, path_of(row), json=body)
         assert answer.status_code == (400 if name in KNOW_400 else 422), (body, answer.text)
         error = answer.json()["error"]
         if name == "infer":
@@ -117,3 +123,39 @@ def test_a_wrong_field_is_named_with_its_bound(client, name):
             with pytest.raises(InvalidRequest) as refused:
                 getattr(service, name)(body)
             assert refused.value.param == param and word in str(refused.value)
+
+
+def drawn_value(rng, depth=0):
+    """Any JSON value, sizes and depths a client should not send among them."""
+    kinds = [None, True, 0, -1, 1e308, 10**30, "", "x" * 300, "u\u0000", "\ud83d\ude00", 3.5, [[]]]
+    if depth > 3 or rng.random() < 0.6:
+        return rng.choice(kinds)
+    if rng.random() < 0.5:
+        return [drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    keys = ["id", "item_id", "eq", "and", "range", "price", "role", "content", "text", "tree", "0"]
+    return {rng.choice(keys): drawn_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", BODIES)
+def test_no_body_is_an_internal_error(client, name, count):
+    """So many bodies per route: a valid one with one to three fields replaced by drawn values."""
+    rng, row, statuses = random.Random(name), OPERATIONS[name], []
+    schema = client.schemas[row.body.__name__]
+    names = sorted(schema["properties"].keys() - {"max_tokens"})  # few tokens take no time
+    for number in range(count):
+        body = json.loads(json.dumps(BODIES[name]))
+        parts = [one for one in body.values() if isinstance(one, list) and isinstance(one[0], dict)]
+        if parts and number % 3 == 0:  # a field of an event, an item, a candidate, a message
+            part = rng.choice(parts)[0]
+            part[rng.choice([*part, "price"])] = drawn_value(rng)
+        else:
+            chosen = rng.sample(names, min(len(names), rng.randint(1, 3)))
+            body |= {field: drawn_value(rng) for field in chosen}
+        answer = client.request(row.method, path_of(row), content=json.dumps(body))
+        assert answer.status_code in (200, 400, 404, 422, 504), (body, answer.text)
+        if answer.is_error:
+            error = answer.json()["error"]
+            assert name == "infer" or set(error) == {"message", "type", "param", "code"}
+        statuses.append(answer.status_code)
+    assert {400, 422} & {*statuses}
