@@ -51,14 +51,14 @@ from recserve.search.beam_search import (
     Beams,
     BeamSearch,
     HeadScores,
-    PrefixScores,
+    PathScores,
     SearchSpace,
     TargetScores,
     search_step,
 )
 from recserve.search.dense_candidates import add_candidates
 from recserve.search.filters import RequestFilters, excluded_ranks, leaf_filter
-from recserve.search.trie_prefixes import level_scores, path_log_probs
+from recserve.search.trie_paths import level_scores, path_log_probs
 
 Words = NDArray[np.int64]
 DEAD_LEAF = 2**40  # larger than every leaf rank: nodes of dead beams have no relatives
@@ -208,7 +208,7 @@ class ScoreInputs(Protocol):
     rounds: int
     forwards: int
 
-    def scores(self, words: Tensor) -> PrefixScores:
+    def scores(self, words: Tensor) -> PathScores:
         """Returns the scores of a search from the empty prefixes on. words is [B, num_words]."""
         ...
 
@@ -352,7 +352,7 @@ class TargetInputs:
 class TreeStates:
     """The target's states in a captured search: a forward pass over the beams of each level.
 
-    As `PrefixStates`. One search uses an object, from the empty prefixes on.
+    As `PathStates`. One search uses an object, from the empty prefixes on.
     """
 
     def __init__(self, inputs: TargetInputs, words: Tensor) -> None:
@@ -370,7 +370,7 @@ class TreeStates:
         """Returns None: all states are computed."""
 
     def of_beams(self, beams: Beams) -> Tensor:
-        """As `PrefixStates`. The beams are those of the level below the last ones."""
+        """As `PathStates`. The beams are those of the level below the last ones."""
         if not beams.level:
             return self.inputs.last_hidden
         new, rows = self._make_nodes(beams), self.inputs.rows
@@ -384,7 +384,7 @@ class TreeStates:
         return hidden[(rows[:, None] * order.shape[1] + place).flatten()]
 
     def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
-        """As `PrefixStates`: one forward pass over chains. Each request has as many paths."""
+        """As `PathStates`: one forward pass over chains. Each request has as many paths."""
         size, requests = nodes.shape[1] - 1, self.inputs.rows.shape[0]
         offsets = self.inputs.model.config.level_offsets
         model, last_hidden = self.inputs.model, self.inputs.last_hidden

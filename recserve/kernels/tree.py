@@ -32,12 +32,12 @@ class TokenTree:
     Attributes:
         tokens: [T] token of each node.
         parents: [T] packed index of the parent, -1 for a root node.
-        depths: [T] 0 for a root node. The position of a node is root length + depth.
+        depths: [T] 0 for a root node. The position of a node is prefix length + depth.
         ends: [T] packed index one past the last node of the node's subtree.
         offsets: [B + 1]. Tree b holds the nodes `offsets[b] : offsets[b + 1]`.
         kinds: [T] CANDIDATE; all other kinds are scored and never accepted: AUXILIARY, or MASK + i.
             None means all CANDIDATE.
-        prefix_limits: [T] number of root tokens that the node may see. None means all of them.
+        prefix_limits: [T] number of prefix tokens that the node may see. None means all of them.
         shared: [B] number of first nodes that every node of the tree sees. None means none.
     """
 

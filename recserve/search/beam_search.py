@@ -1,6 +1,6 @@
 """Beam search in the trie, and the proof that a search over a draft finds the same items.
 
-A semantic id is a path in the trie. Beam search keeps the W best prefixes of each length. A level
+A semantic id is a path in the trie. Beam search keeps the W best paths of each length. A level
 takes the children of all beams and keeps the best W of them that lead to an allowed item:
 
     level 0      level 1         level 2            width 2
@@ -10,39 +10,39 @@ takes the children of all beams and keeps the best W of them that lead to an all
           |                  `- 5 4   -3.0
           `- 8   -2.0  dropped
 
-Ties go to the lower trie node, which is the lexicographically smaller semantic id. Prefixes added
+Ties go to the lower trie node, which is the lexicographically smaller semantic id. Paths added
 after the trie was built (kernels/trie/trie.py) rank after all others of their level.
 
-The children of a prefix follow from the target's state at its last code. One forward pass computes
-the states of a token tree of prefixes. `search_step` goes one level deeper. It is the same function
-for launched and captured searches, and for the target and a draft head (`PrefixScores`).
+The children of a path follow from the target's state at its last code. One forward pass computes
+the states of a token tree of paths. `search_step` goes one level deeper. It is the same function
+for launched and captured searches, and for the target and a draft head (`PathScores`).
 
-`BeamSearch` works in rounds: `propose` prefixes, one forward pass, `record` their states, then
+`BeamSearch` works in rounds: `propose` paths, one forward pass, `record` their states, then
 either `advance` or `verify_draft`. Both run `descend`, which takes steps:
 
 - `advance` stops at the first level on which a beam that forks has no state. All levels above it
-  are those of full beam search, whoever proposed the prefixes.
-- `verify_draft` goes on to the leaves without the prefixes that have no state, and proves that
+  are those of full beam search, whoever proposed the paths.
+- `verify_draft` goes on to the leaves without the paths that have no state, and proves that
   they do not matter, or names those that still could.
 
-THEOREM. Log-probabilities are at most 0, so no item scores more than a prefix of it. Take any
-threshold, and drop any prefixes that are not above it. Above the threshold the search still finds
-what full beam search finds: a child above it has a parent above it, and a prefix that is not above
+THEOREM. Log-probabilities are at most 0, so no item scores more than a path to it. Take any
+threshold, and drop any paths that are not above it. Above the threshold the search still finds
+what full beam search finds: a child above it has a parent above it, and a path that is not above
 it displaces nothing above it. So if k found items are above the threshold, they are the k best.
 
-The proof of a draft: the threshold is the best prefix that was left out for lack of a state. The
-slate is proven if its k-th item is above it. Otherwise only the prefixes left out that reach the
+The proof of a draft: the threshold is the best path that was left out for lack of a state. The
+slate is proven if its k-th item is above it. Otherwise only the paths left out that reach the
 k-th item can change the slate.
 
-The threshold of a level: if levels are normalised over the valid children, a prefix with one item
+The threshold of a level: if levels are normalised over the valid children, a path with one item
 below already has that item's score. The threshold is just below the k-th best score of such items,
-so prefixes that tie stay. If prefixes above the threshold fill the whole width, the item that sets
+so paths that tie stay. If paths above the threshold fill the whole width, the item that sets
 it can still be displaced at a deeper level. In that case nothing was dropped, and the next level
 computes its own threshold.
 
-With a dense head, a prefix gains at most the head's weighted log-probability of its best item. The
+With a dense head, a path gains at most the head's weighted log-probability of its best item. The
 head's own best items (`DenseCandidates`) always compete, so the threshold includes their scores.
-Any other item gains at most as much as the last of them, so each prefix is credited with that
+Any other item gains at most as much as the last of them, so each path is credited with that
 share.
 """
 
@@ -70,9 +70,9 @@ from recserve.kernels.trie.trie import BatchFilter, Trie
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.recommender import Recommender
 from recserve.search.filters import RequestFilters, leaf_filter
-from recserve.search.trie_prefixes import (
-    PrefixDraft,
-    ScoredTriePrefixes,
+from recserve.search.trie_paths import (
+    PathDraft,
+    ScoredPaths,
     draft_of_keys,
     first_scores,
     level_scores,
@@ -86,11 +86,11 @@ ROUNDING = 1e-4  # scores of dense candidates and of beams are summed in differe
 
 @dataclass(frozen=True)
 class Beams:
-    """W prefixes of the same length for each of B requests, best first.
+    """W paths of the same length for each of B requests, best first.
 
     Attributes:
-        level: Length of the prefixes.
-        nodes: [B, W] trie node of each prefix, any leaf where the beam is dead.
+        level: Length of the paths.
+        nodes: [B, W] trie node of each path, any leaf where the beam is dead.
         log_probs: [B, W], -inf where the beam is dead.
         paths: [B, W, level] trie nodes on the way to each beam, the beam's own node last.
         parents: [B, W] column of each beam's parent in the level above. None if that level is not
@@ -105,7 +105,7 @@ class Beams:
 
     @staticmethod
     def root(batch: int, device: torch.device) -> Beams:
-        """Returns level 0: the empty prefix of each request, which is trie node 0."""
+        """Returns level 0: the empty path of each request, which is trie node 0."""
         nodes = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         paths = torch.empty(batch, 1, 0, dtype=torch.int64, device=device)
         return Beams(0, nodes, torch.zeros(batch, 1, device=device), paths)
@@ -124,10 +124,10 @@ class DenseCandidates:
         valid: [B, R] bool, False for padding.
         dense: [B, I] log-probability of every item under the dense head.
         weights: [B, 1] weight of the dense head in each request.
-        keys: [n] keys of the prefixes that the target must score for the candidates. None: not
+        keys: [n] keys of the paths that the target must score for the candidates. None: not
             known yet.
         log_probs: [B, R] log-probabilities of the semantic ids, -inf where not valid. None until
-            the prefixes are scored.
+            the paths are scored.
     """
 
     rows: Tensor
@@ -175,7 +175,7 @@ class BeamSearch:
         trie: The catalogue version.
         filters: Filter of each request.
         last_hidden: [B, E] state of the last prefix token.
-        scored: Prefixes that the target has scored.
+        scored: Paths that the target has scored.
         beams: The deepest level that is proven to be that of full beam search.
         widths: Beam width of each request.
         threshold_ranks: Rank, from 0, of the score that sets the threshold of a level. None: no
@@ -183,9 +183,9 @@ class BeamSearch:
         dense_candidates: Items that compete with the finished beams. None: there are none.
         nonfinite: [B] flags of the states behind the beams (core/finite.py). None: all states are
             finite.
-        unscored_keys: [n] keys of prefixes that the draft lacked and that could change the slate,
-            each with all prefixes above it. None: propose whatever the beams lack.
-        extra_rounds: Rounds that scored prefixes that the draft lacked.
+        unscored_keys: [n] keys of paths that the draft lacked and that could change the slate,
+            each with all paths above it. None: propose whatever the beams lack.
+        extra_rounds: Rounds that scored paths that the draft lacked.
     """
 
     model: Recommender
@@ -194,7 +194,7 @@ class BeamSearch:
     trie: Trie
     filters: RequestFilters
     last_hidden: Tensor
-    scored: ScoredTriePrefixes
+    scored: ScoredPaths
     beams: Beams
     widths: list[int]
     threshold_ranks: list[int] | None = None
@@ -207,12 +207,12 @@ class BeamSearch:
     def start(
         model: Recommender, sequences: Seq[SearchSequence], thresholds: bool, filtered: bool = True
     ) -> BeamSearch:
-        """Returns a search at level 0, the empty prefix of each request.
+        """Returns a search at level 0, the empty path of each request.
 
         Args:
             model: The target.
             sequences: The requests, all over one trie.
-            thresholds: Whether prefixes below the threshold of a level may be dropped. Levels must
+            thresholds: Whether paths below the threshold of a level may be dropped. Levels must
                 be normalised over the valid children.
             filtered: Whether the requests' filters apply.
         """
@@ -229,7 +229,7 @@ class BeamSearch:
             trie=trie,
             filters=RequestFilters(trie, tuple(filters)),
             last_hidden=last_hidden,
-            scored=ScoredTriePrefixes.empty(last_hidden),
+            scored=ScoredPaths.empty(last_hidden),
             beams=Beams.root(len(sequences), last_hidden.device),
             widths=[request.width for request in requests],
             threshold_ranks=threshold_ranks(requests) if thresholds else None,
@@ -238,7 +238,7 @@ class BeamSearch:
 
     @property
     def skip_single(self) -> bool:
-        """True if prefixes with one child need no state."""
+        """True if paths with one child need no state."""
         return self.model.config.normalization == "children"
 
     @property
@@ -260,10 +260,10 @@ class BeamSearch:
         alive = beams.alive()
         return alive & (self.trie.num_children(beams.nodes) > 1) if self.skip_single else alive
 
-    def propose(self, level_offsets: Tensor, extra: Tensor | None = None) -> PrefixDraft:
+    def propose(self, level_offsets: Tensor, extra: Tensor | None = None) -> PathDraft:
         """Returns trees of all unscored nodes on the way to the beams that need a state.
 
-        Few prefixes fork below the trie's `closing_level`, and a round costs more than a few nodes.
+        Few paths fork below the trie's `closing_level`, and a round costs more than a few nodes.
         From that level on, all forks below the beams are scored together with the beams, so that
         few requests need another round.
 
@@ -282,12 +282,12 @@ class BeamSearch:
             keys = torch.cat([keys, extra])
         return self.lay_out(keys, level_offsets)
 
-    def lay_out(self, keys: Tensor, level_offsets: Tensor) -> PrefixDraft:
-        """Returns the prefixes of keys [n] as token trees. Scored ones are not computed again."""
+    def lay_out(self, keys: Tensor, level_offsets: Tensor) -> PathDraft:
+        """Returns the paths of keys [n] as token trees. Scored ones are not computed again."""
         return draft_of_keys(self.trie, keys, len(self.sequences), level_offsets, self.scored)
 
-    def record(self, draft: PrefixDraft, slots: Tensor, hidden: Tensor) -> None:
-        """Adds the states of a draft to the scored prefixes.
+    def record(self, draft: PathDraft, slots: Tensor, hidden: Tensor) -> None:
+        """Adds the states of a draft to the scored paths.
 
         Args:
             draft: The draft that the forward pass computed.
@@ -313,7 +313,7 @@ class BeamSearch:
         self.beams = descend(self, scores, until=until, stop_at_unscored=True).last
 
     def verify_draft(self) -> Descent:
-        """Searches over the scored prefixes only. See the proof of a draft above.
+        """Searches over the scored paths only. See the proof of a draft above.
 
         With caps or a dense head, the slate is proven only if no state is missing.
         """
@@ -367,7 +367,7 @@ def _prefix_flags(sequences: Seq[SearchSequence], last_hidden: Tensor) -> Tensor
 
 def descend(
     search: BeamSearch,
-    scores: PrefixScores,
+    scores: PathScores,
     *,
     until: int | None = None,
     stop_at_unscored: bool = False,
@@ -401,7 +401,7 @@ def descend(
     return descent
 
 
-def native_of(search: BeamSearch, scores: PrefixScores) -> NativeDescent | None:
+def native_of(search: BeamSearch, scores: PathScores) -> NativeDescent | None:
     """Returns the C function that searches by these scores, None where torch does."""
     return scores.native if backend_of(search.last_hidden) is Backend.C else None
 
@@ -428,7 +428,7 @@ class SearchSpace:
     drop: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def search_step(space: SearchSpace, beams: Beams, scores: PrefixScores) -> Beams:
+def search_step(space: SearchSpace, beams: Beams, scores: PathScores) -> Beams:
     """Returns the beams of the next level: the best allowed children of each request.
 
     All children of all beams are computed at once, dead ones too, without waiting for the device:
@@ -478,14 +478,14 @@ def threshold_ranks(requests: Seq[SlateQuery]) -> list[int] | None:
 
 
 def _drop_below_threshold(search: BeamSearch, nodes: Tensor, log_probs: Tensor) -> Tensor:
-    """Returns log_probs [B, n] with -inf for prefixes [B, n] below the threshold of their level."""
+    """Returns log_probs [B, n] with -inf for paths [B, n] below the threshold of their level."""
     ranks = search.ranks_on_device
     below, candidates = search.trie.leaves(nodes), search.dense_candidates
     single = below.last - below.first == 1
     if candidates is None:
         known = torch.where(single, log_probs, DEAD)
         return log_probs.masked_fill(log_probs < value_at(known, ranks), DEAD)
-    # The first leaf below is the item of a single prefix; other entries are not used.
+    # The first leaf below is the item of a single path; other entries are not used.
     rows = search.trie.leaf_rows[below.first].long()
     scores = log_probs + candidates.weights * candidates.dense.gather(1, rows)
     known = torch.where(single & ~candidates.among(rows), scores, DEAD)
@@ -514,7 +514,7 @@ class Descent(ABC):
     def proven(self) -> bool:
         """True if the item at each request's rank is above the threshold of the draft.
 
-        The threshold is the best prefix left out for lack of a state. The host waits once for the
+        The threshold is the best path left out for lack of a state. The host waits once for the
         device if there was one.
         """
         for item, threshold in self.margins():
@@ -527,15 +527,15 @@ class Descent(ABC):
         """Returns the score of each request's item, and its threshold, -inf if it has none."""
 
     @abstractmethod
-    def prefixes(self, which: StateKind) -> Tensor:
-        """Returns keys [n] of prefixes above the last level that reach their request's item.
+    def path_keys(self, which: StateKind) -> Tensor:
+        """Returns keys [n] of paths above the last level that reach their request's item.
 
         Args:
-            which: KNOWN for prefixes whose state was needed and there, MISSING for those whose
+            which: KNOWN for paths whose state was needed and there, MISSING for those whose
                 state was needed and not there, ANY for all.
 
         Returns:
-            The keys. With a prefix come all prefixes above it.
+            The keys. With a path come all paths above it.
         """
 
 
@@ -562,7 +562,7 @@ class DescentInTorch(Descent):
         thresholds = torch.cat(left_out, 1).amax(1, keepdim=True)
         return torch.cat([self._item_scores, thresholds], 1).tolist()
 
-    def prefixes(self, which: StateKind) -> Tensor:
+    def path_keys(self, which: StateKind) -> Tensor:
         """As in `Descent`."""
         nothing = self.search.beams.nodes[:0, 0]
         keys, chosen = [nothing], [nothing.bool()]
@@ -594,7 +594,7 @@ class DescentInC(Descent):
     def __init__(
         self,
         search: BeamSearch,
-        scores: PrefixScores,
+        scores: PathScores,
         native: NativeDescent,
         item_ranks: Seq[int],
         until: int,
@@ -633,7 +633,7 @@ class DescentInC(Descent):
         """As in `Descent`."""
         return zip(self._item_scores, self.levels.thresholds, strict=True)
 
-    def prefixes(self, which: StateKind) -> Tensor:
+    def path_keys(self, which: StateKind) -> Tensor:
         """As in `Descent`."""
         first, nodes = self.search.beams.level, self.search.trie.num_nodes
         return passed_prefixes(self.levels, first, nodes, which, self._item_scores)
@@ -646,7 +646,7 @@ class DescentInC(Descent):
         return [scores[rank] if rank < width else DEAD for scores, rank in ranked]
 
 
-class PrefixScores(Protocol):
+class PathScores(Protocol):
     """Whose log-probabilities one search follows: those of the target or of a draft head."""
 
     @property
@@ -681,7 +681,7 @@ class PrefixScores(Protocol):
         ...
 
 
-class PrefixStates(Protocol):
+class PathStates(Protocol):
     """Where a search gets the target's states.
 
     Here launched and captured searches differ. A launched search looks up states that rounds have
@@ -708,15 +708,15 @@ class TargetScores:
 
     contexts = None
 
-    def __init__(self, model: Recommender, prefix_states: PrefixStates) -> None:
+    def __init__(self, model: Recommender, path_states: PathStates) -> None:
         self.model, self.native = model, model.search
-        self.find_unscored, self.of_paths = prefix_states.find_unscored, prefix_states.of_paths
+        self.find_unscored, self.of_paths = path_states.find_unscored, path_states.of_paths
         self.states: Tensor | None = None
-        self._prefix_states = prefix_states
+        self._path_states = path_states
 
     def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
-        """As in `PrefixScores`."""
-        self.states = self._prefix_states.of_beams(beams)
+        """As in `PathScores`."""
+        self.states = self._path_states.of_beams(beams)
         return level_scores(self.model, self.states, beams.level)
 
 
@@ -728,7 +728,7 @@ class ScoredStates:
         self._rows: Tensor | None = None
 
     def find_unscored(self, beams: Beams) -> Tensor | None:
-        """Looks the beams up in the scored prefixes. The host waits once for the device.
+        """Looks the beams up in the scored paths. The host waits once for the device.
 
         Level 0 has the state of the last prefix token.
         """
@@ -739,7 +739,7 @@ class ScoredStates:
         return unscored if bool(unscored.any()) else None
 
     def of_beams(self, beams: Beams) -> Tensor:
-        """As in `PrefixStates`."""
+        """As in `PathStates`."""
         scored, states = self.search.scored, self.search.last_hidden
         if self._rows is None:
             return states
@@ -747,7 +747,7 @@ class ScoredStates:
         return table[self._rows.flatten().clamp(min=0)]
 
     def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
-        """As in `PrefixStates`. All prefixes of the paths that need a state are scored."""
+        """As in `PathStates`. All nodes on the paths that need a state are scored."""
         search, scored = self.search, self.search.scored
         first = first_scores(search.trie, nodes, owners, search.last_hidden, search.model)
         return first + path_scores(
@@ -777,18 +777,18 @@ class HeadScores:
         """Returns None: the head needs no states of the target."""
 
     def logits(self, beams: Beams) -> tuple[Tensor, Tensor | None]:
-        """As in `PrefixScores`."""
+        """As in `PathScores`."""
         states = self._states_of_paths(beams) if self.states is None else self._deeper(beams)
         self.states = states
         context = self.contexts[:, beams.level].repeat_interleave(beams.nodes.shape[1], 0)
         return self.head.level_logits(context, states, beams.level), None
 
     def of_paths(self, owners: Tensor, nodes: Tensor) -> Tensor:
-        """As in `PrefixScores`."""
+        """As in `PathScores`."""
         return path_log_probs(self.trie, nodes, self._logits_along(owners, nodes))
 
     def _logits_along(self, owners: Tensor, nodes: Tensor) -> Iterator[tuple[Tensor, None]]:
-        """Yields the logits at each prefix of given paths, from the empty one on."""
+        """Yields the logits at each node of given paths, from node 0 on."""
         state, contexts = self.last_hidden[owners], self.contexts[owners].unbind(1)
         last = len(contexts) - 1
         for level, (own, context) in enumerate(zip(nodes.unbind(1), contexts, strict=True)):
@@ -818,7 +818,7 @@ class HeadScores:
         return self.head.step(level, self.states[parents], self._codes(beams.nodes, level))
 
     def _codes(self, nodes: Tensor, level: int) -> Tensor:
-        """Returns [n] the last codes of prefixes with n nodes, clamped to the codebook.
+        """Returns [n] the last codes of paths with n nodes, clamped to the codebook.
 
         A dead beam points to a leaf, whose code may lie outside the level's codebook.
         """

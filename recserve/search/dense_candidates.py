@@ -21,14 +21,14 @@ from recserve.search.beam_search import (
     Beams,
     BeamSearch,
     DenseCandidates,
-    PrefixScores,
+    PathScores,
     ScoredStates,
     TargetScores,
     descend,
     native_of,
 )
 from recserve.search.filters import RequestFilters
-from recserve.search.trie_prefixes import needed_prefixes
+from recserve.search.trie_paths import needed_paths
 
 
 def add_candidates(search: BeamSearch) -> None:
@@ -64,28 +64,28 @@ def add_candidates(search: BeamSearch) -> None:
 
 
 def find_candidate_keys(search: BeamSearch) -> None:
-    """Finds the prefixes that the target must score for the candidates."""
+    """Finds the paths that the target must score for the candidates."""
     if search.dense_candidates is None:
         return
     owners, rows = search.dense_candidates.flat()
     nodes = search.trie.nodes_of_items(rows)
-    search.dense_candidates.keys = needed_prefixes(search.trie, nodes, owners, search.skip_single)
+    search.dense_candidates.keys = needed_paths(search.trie, nodes, owners, search.skip_single)
 
 
 def unscored_candidate_keys(search: BeamSearch) -> Tensor | None:
-    """Returns the keys of the candidates' prefixes, None if there are no unscored candidates."""
+    """Returns the keys of the candidates' paths, None if there are no unscored candidates."""
     candidates = search.dense_candidates
     return None if candidates is None or candidates.log_probs is not None else candidates.keys
 
 
 def score_ready_candidates(search: BeamSearch) -> None:
-    """Scores the candidates once all their prefixes are scored."""
+    """Scores the candidates once all their paths are scored."""
     keys = unscored_candidate_keys(search)
     if keys is not None and not bool((find_keys(search.scored.keys, keys) < 0).any()):
         score_candidates(search, TargetScores(search.model, ScoredStates(search)))
 
 
-def score_candidates(search: BeamSearch, scores: PrefixScores) -> None:
+def score_candidates(search: BeamSearch, scores: PathScores) -> None:
     """Sets the log-probabilities of the candidates."""
     candidates = search.dense_candidates
     assert candidates is not None
@@ -100,7 +100,7 @@ def score_candidates(search: BeamSearch, scores: PrefixScores) -> None:
 
 
 def _search_candidates(
-    search: BeamSearch, scores: PrefixScores, candidates: DenseCandidates
+    search: BeamSearch, scores: PathScores, candidates: DenseCandidates
 ) -> Tensor:
     """Returns [n] log-probabilities of the valid candidates, ordered as in `flat`.
 

@@ -23,7 +23,7 @@ from recserve.search.beam_search import (
 )
 from recserve.search.filters import RequestFilters
 from recserve.search.strategy import Heads
-from recserve.search.trie_prefixes import ScoredTriePrefixes
+from recserve.search.trie_paths import ScoredPaths
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
 
@@ -60,7 +60,7 @@ def bounded_search(trie, gains, width: int, k: int) -> tuple[list[tuple[float, i
     """The first k of the same by `search_step` with thresholds, and how many forks were opened."""
     tails, beams, opened = torch.zeros(1, 1), Beams.root(1, torch.device("cpu")), 0
     search = BeamSearch(make(CATALOGUES["ordinary"], "items", "children")[0], (), [], trie,
-                        RequestFilters(trie, (None,)), tails, ScoredTriePrefixes.empty(tails),
+                        RequestFilters(trie, (None,)), tails, ScoredPaths.empty(tails),
                         beams, [width], [k - 1])  # fmt: skip
     for _ in range(trie.num_levels):
         opened += int(search.needs_state(beams).sum())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recserve.search.trie_prefixes import first_scores
+from recserve.search.trie_paths import first_scores
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recommenders import make
 

@@ -158,13 +158,13 @@ def test_a_wide_draft_needs_one_round():
 def drafts(monkeypatch):
     """Whom the head drafted for: roots, one list for each time."""
     asked = []
-    likely = speculative.draft_prefixes
+    likely = speculative.draft_paths
 
     def noted(search, head):
         asked.append([request.prefix.keys.tolist() for request in search.requests])
         return likely(search, head)
 
-    monkeypatch.setattr(speculative, "draft_prefixes", noted)
+    monkeypatch.setattr(speculative, "draft_paths", noted)
     return asked
 
 

@@ -40,7 +40,7 @@ from recserve.kernels.trie.native import (
     wanted_prefixes,
 )
 from recserve.kernels.trie.trie import LeafFilter, build_trie
-from recserve.search.trie_prefixes import ScoredTriePrefixes
+from recserve.search.trie_paths import ScoredPaths
 
 # Digests of the results, by level. A wanted change of the arithmetic changes them here, once.
 GOLDEN = {
@@ -234,7 +234,7 @@ def _tries() -> dict[str, Tensor]:
         columns = (tree.tokens, tree.parents, tree.depths, tree.ends, laid.slots)
         outs[f"laid {which}"] = torch.stack([column for column in columns if column is not None])
         outs[f"laid queries {which}"] = torch.stack([laid.query_keys, laid.query_tokens])
-    one = ScoredTriePrefixes(scored, scored.flip(0), draw(len(scored), 4))
+    one = ScoredPaths(scored, scored.flip(0), draw(len(scored), 4))
     table = one.add(torch.tensor([50, 2, 8, 44]), torch.arange(4), draw(4, 4))
     outs |= {"table keys": table.keys, "table slots": table.slots, "table hidden": table.hidden}
     return outs

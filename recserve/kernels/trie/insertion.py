@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.trie.trie import (
-    BasePrefixes,
+    BasePaths,
     ChangedNodes,
     Insertions,
     Trie,
@@ -64,7 +64,7 @@ def insert_items(
     return replace(base, insertions=insertions)
 
 
-def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: Insertions | None) -> BasePrefixes:
+def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: Insertions | None) -> BasePaths:
     """Returns the prefixes of each id, in order, from an earlier version if it has them."""
     if earlier is None or earlier.base is not base or not earlier.descent.rows.shape[0]:
         return _descend(base, codes, rows)
@@ -77,7 +77,7 @@ def _descent(base: Trie, codes: Tensor, rows: Tensor, earlier: Insertions | None
     return found
 
 
-def _descend(base: Trie, codes: Tensor, rows: Tensor) -> BasePrefixes:
+def _descend(base: Trie, codes: Tensor, rows: Tensor) -> BasePaths:
     """Descends the base with one binary search among its edges per level. codes: [m, L]."""
     m, levels = codes.shape
     node = torch.zeros(m, dtype=torch.int64, device=codes.device)
@@ -100,7 +100,7 @@ def _descend(base: Trie, codes: Tensor, rows: Tensor) -> BasePrefixes:
     there, known = path.clamp(min=0), path >= 0
     first = torch.where(known, base.first_leaf[there].long(), before)
     last = torch.where(known, base.last_leaf[there].long(), before)
-    return BasePrefixes(rows, path, first, last, depths)
+    return BasePaths(rows, path, first, last, depths)
 
 
 class _Levels:
@@ -114,7 +114,7 @@ class _Levels:
         opened: [L + 1, m] number of new prefixes up to and including this id.
     """
 
-    def __init__(self, base: Trie, codes: Tensor, descent: BasePrefixes) -> None:
+    def __init__(self, base: Trie, codes: Tensor, descent: BasePaths) -> None:
         self.base, self.codes, self.descent = base, codes.T.contiguous(), descent
         m, levels = codes.shape
         device = codes.device

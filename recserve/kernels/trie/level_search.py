@@ -23,7 +23,7 @@ from recserve.kernels.backend import Operator
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie import native
-from recserve.kernels.trie.native import BeamKind, PrefixTrees
+from recserve.kernels.trie.native import BeamKind, PathTrees
 from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, pack_leaves
 
 DEAD = float("-inf")
@@ -161,10 +161,10 @@ def wanted_prefixes_reference(
     Args:
         trie: The catalogue's trie.
         log_probs: [B, W] of the beams, -inf where there is no beam.
-        paths: [B, W, level] int64 nodes of each beam's prefixes; the last one is its own.
+        paths: [B, W, level] int64 nodes on each beam's path; the last one is its own.
         which: Which beams to score: ALIVE, FORKED or OPEN.
-        scored_keys: [m] ascending keys of prefixes that are already scored.
-        below: [B] number of prefixes with several items below the beams to score as well. Those of
+        scored_keys: [m] ascending keys of paths that are already scored.
+        below: [B] number of paths with several items below the beams to score as well. Those of
             better beams come first.
     """
     batch, width, level = paths.shape
@@ -180,7 +180,7 @@ def wanted_prefixes_reference(
     keys = (first[..., None] + paths)[missing].flatten()
     if not any(below):
         return keys
-    return torch.cat([keys, _prefixes_below(trie, first + nodes, missing, level, below)])
+    return torch.cat([keys, _paths_below(trie, first + nodes, missing, level, below)])
 
 
 wanted_prefixes = Operator(
@@ -190,18 +190,18 @@ wanted_prefixes = Operator(
 )
 
 
-def _prefixes_below(
+def _paths_below(
     trie: Trie, beams: Tensor, chosen: Tensor, level: int, most: Sequence[int]
 ) -> Tensor:
-    """Returns the keys of prefixes with several items below the chosen beams [B, W].
+    """Returns the keys of paths with several items below the chosen beams [B, W].
 
-    Prefixes below better beams come first.
+    Paths below better beams come first.
 
     Args:
         trie: The catalogue's trie.
         beams: [B, W] keys of the beams.
         chosen: [B, W] bool.
-        level: Length of the beams' prefixes.
+        level: Length of the beams' paths.
         most: [B] most keys of each request.
     """
     size = trie.num_nodes
@@ -218,7 +218,7 @@ def _prefixes_below(
         above = above[row]
         found.append(keys)
         beam.append(above)
-    # Sort by beam (best first), then keep the first prefixes of each request.
+    # Sort by beam (best first), then keep the first paths of each request.
     order = torch.sort(torch.cat(beam), stable=True)
     keys, owners = torch.cat(found)[order.indices], order.values // beams.shape[1]
     place = torch.arange(keys.shape[0], device=keys.device) - torch.searchsorted(owners, owners)
@@ -232,7 +232,7 @@ def lay_out_reference(
     level_offsets: Tensor,
     scored_keys: Tensor,
     scored_slots: Tensor,
-) -> PrefixTrees:
+) -> PathTrees:
     """Returns one token tree per request.
 
     Args:
@@ -260,12 +260,12 @@ def lay_out_reference(
     tokens, query_keys = level_offsets[depths] + trie.codes_of(nodes), keys[order]
     tree = TokenTree(tokens, parents, depths, ends, offsets)
     if not scored_keys.shape[0]:
-        return PrefixTrees(tree, query_keys, tokens)
+        return PathTrees(tree, query_keys, tokens)
     # Scored nodes stay in the tree, since descendants attend to their slots; others are queries.
     row = find_keys(scored_keys, query_keys)
     slots = torch.where(row >= 0, scored_slots[row.clamp(min=0)], -1)
     queries = (slots < 0).nonzero().flatten()
-    return PrefixTrees(tree, query_keys[queries], tokens[queries], queries, slots)
+    return PathTrees(tree, query_keys[queries], tokens[queries], queries, slots)
 
 
 lay_out = Operator(lay_out_reference, native.lay_out, reads=lambda trie, keys, *rest: keys)
@@ -287,12 +287,12 @@ def scored_table_reference(
     added_slots: Tensor,
     added_hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merges m more prefixes into a table of scored ones. No key occurs in both.
+    """Merges m more paths into a table of scored ones. No key occurs in both.
 
     Args:
         keys: [n] ascending keys of the table.
-        slots: [n] pool slot of each prefix.
-        hidden: [n, E] hidden state of each prefix.
+        slots: [n] pool slot of each path.
+        hidden: [n, E] hidden state of each path.
         added_keys: [m] keys in any order.
         added_slots: [m] their slots.
         added_hidden: [m, E] their states.

@@ -41,7 +41,7 @@ class StateKind(IntEnum):
 
 
 @dataclass(frozen=True)
-class PrefixTrees:
+class PathTrees:
     """Token trees of a set of trie nodes.
 
     `queries` and `slots` are None if no node was scored before; then every node is a query.
@@ -246,7 +246,7 @@ def lay_out(
     level_offsets: Tensor,
     scored_keys: Tensor,
     scored_slots: Tensor,
-) -> PrefixTrees:
+) -> PathTrees:
     """Runs `level_search.lay_out` in C."""
     keys, count, known = keys.contiguous(), keys.shape[0], scored_keys.shape[0]
     found = torch.empty(8 if known else 5, count, dtype=torch.int64)
@@ -271,10 +271,10 @@ def lay_out(
     tokens, parents, depths, ends, query_keys, *more = found[:, :nodes].unbind()
     tree = TokenTree(tokens, parents, depths, ends, offsets)
     if not known:
-        return PrefixTrees(tree, query_keys, tokens)
+        return PathTrees(tree, query_keys, tokens)
     slots, query_tokens, queries = more
     own = layout.num_queries
-    return PrefixTrees(tree, query_keys[:own], query_tokens[:own], queries[:own], slots)
+    return PathTrees(tree, query_keys[:own], query_tokens[:own], queries[:own], slots)
 
 
 def scored_table(
@@ -389,7 +389,7 @@ class NativeDescent:
             trie: The catalogue's trie.
             log_probs: [B, W] of the first beams, -inf where there is no beam.
             paths: [B, W, level] int64 nodes of each beam's prefixes; the last one is its own.
-            last_hidden: [B, E] final hidden states of the last root tokens.
+            last_hidden: [B, E] final hidden states of the last prefix tokens.
             until: The last level.
             widths: Beam width of each request.
             threshold_ranks: Rank (from 0) of the score that sets the threshold of a level, for each

@@ -88,7 +88,7 @@ class ChangedNodes:
 
 
 @dataclass(frozen=True)
-class BasePrefixes:
+class BasePaths:
     """The prefixes of n semantic ids that the built trie already has.
 
     Attributes:
@@ -106,10 +106,10 @@ class BasePrefixes:
     last: Tensor
     depths: Tensor
 
-    def at(self, index: Tensor) -> BasePrefixes:
+    def at(self, index: Tensor) -> BasePaths:
         """Returns the prefixes at the given indices [n] int64."""
         columns = (self.rows, self.nodes, self.first, self.last, self.depths)
-        return BasePrefixes(*(column.index_select(-1, index) for column in columns))
+        return BasePaths(*(column.index_select(-1, index) for column in columns))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Insertions:
     replacing_rows: Tensor
     row_leaves: Tensor
     removed_rows: Tensor | None
-    descent: BasePrefixes
+    descent: BasePaths
 
     @cached_property
     def ranks(self) -> Tensor:

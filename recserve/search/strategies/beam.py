@@ -22,7 +22,7 @@ from recserve.search.dense_candidates import (
 from recserve.search.slates import slates
 from recserve.search.strategies.slate_trees import trace_round, with_trees
 from recserve.search.strategy import AutoRole, Heads, RecommendStrategy
-from recserve.search.trie_prefixes import PrefixDraft
+from recserve.search.trie_paths import PathDraft
 
 
 class BeamStrategy(RecommendStrategy):
@@ -87,7 +87,7 @@ class BeamStrategy(RecommendStrategy):
         return state.propose(self.level_offsets, unscored_candidate_keys(state))
 
     def verify(
-        self, state: BeamSearch, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+        self, state: BeamSearch, draft: PathDraft, slots: Tensor, hidden: Tensor
     ) -> BeamSearch:
         """Moves as many levels deeper as the scored prefixes prove."""
         trace_round(state, draft)

@@ -1,6 +1,6 @@
 """Log-probability of given items.
 
-Autoregressive models score a tree of the items' prefixes. Models with level heads alone score the
+Autoregressive models score a tree of the items' paths. Models with level heads alone score the
 items without a tree.
 """
 
@@ -20,22 +20,22 @@ from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
 from recserve.models.recommender import Recommender
 from recserve.search.strategies.beam import level_offsets_of
-from recserve.search.trie_prefixes import (
-    PrefixDraft,
+from recserve.search.trie_paths import (
+    PathDraft,
     draft_of_keys,
     first_scores,
-    needed_prefixes,
+    needed_paths,
     path_scores,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ItemDraft(PrefixDraft):
-    """The prefixes of M items.
+class ItemDraft(PathDraft):
+    """The paths of M items.
 
     Attributes:
         owners: [M] request of each item.
-        nodes: [M, L] trie node of every prefix of every item.
+        nodes: [M, L] trie nodes on the path of every item.
     """
 
     owners: Tensor
@@ -43,7 +43,7 @@ class ItemDraft(PrefixDraft):
 
 
 class LikelihoodStrategy(OneRoundStrategy):
-    """Log-probability of given items, from one tree of their merged prefixes in one round."""
+    """Log-probability of given items, from one tree of their merged paths in one round."""
 
     def __init__(self, model: Recommender) -> None:
         self.model = model
@@ -51,19 +51,19 @@ class LikelihoodStrategy(OneRoundStrategy):
         self.skip_single = model.config.normalization == "children"
 
     def tree_capacity(self, request: LikelihoodQuery) -> int:
-        """Returns one node per prefix of each item, and at most the nodes of the trie."""
+        """Returns one node per code of each item, and at most the nodes of the trie."""
         sizes = request.trie.level_sizes[1:-1]
         return sum(min(size, len(request.rows)) for size in sizes)
 
     def tree(self, sequences: Seq[SearchSequence]) -> ItemDraft:
-        """Returns the items' prefixes. The last code of an item needs no node.
+        """Returns the items' paths. The last code of an item needs no node.
 
         The trees are empty if the prefixes alone decide all scores.
         """
         owners, rows = _items(sequences)
         trie = request_of(sequences[0], LikelihoodQuery).trie
         nodes = trie.nodes_of_items(rows)
-        keys = needed_prefixes(trie, nodes, owners, self.skip_single)
+        keys = needed_paths(trie, nodes, owners, self.skip_single)
         draft = draft_of_keys(trie, keys, len(sequences), self.level_offsets)
         return ItemDraft(**vars(draft), owners=owners, nodes=nodes)
 

@@ -15,12 +15,12 @@ from recserve.core.slate_tree import Origin, SlateTree, TracedRound
 from recserve.kernels.trie.level_search import find_keys
 from recserve.kernels.trie.trie import Trie
 from recserve.search.beam_search import BeamSearch
-from recserve.search.trie_prefixes import PrefixDraft, level_log_probs
+from recserve.search.trie_paths import PathDraft, level_log_probs
 
 MAX_NODES = 512  # scored nodes of a tree, besides those on the way to the slate
 
 
-def trace_round(search: BeamSearch, draft: PrefixDraft, origin: Origin = "search") -> None:
+def trace_round(search: BeamSearch, draft: PathDraft, origin: Origin = "search") -> None:
     """Stores which prefixes a forward pass scored, for the requests that want an explanation."""
     explained = [i for i, request in enumerate(search.requests) if request.explain]
     if not explained:

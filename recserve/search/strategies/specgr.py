@@ -41,7 +41,7 @@ from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.dense import nearest
 from recserve.search.strategies.slate_trees import trace_round, with_trees
 from recserve.search.strategy import Heads, RecommendStrategy
-from recserve.search.trie_prefixes import PrefixDraft, needed_prefixes
+from recserve.search.trie_paths import PathDraft, needed_paths
 
 MIN_LIFT = 3.0  # accept items at least this many times as likely as an item drawn uniformly
 
@@ -53,7 +53,7 @@ class DraftedItems:
     Attributes:
         owners: [n] ascending request numbers.
         rows: [n] item rows.
-        keys: [m] keys (as in `ScoredTriePrefixes`) of the prefixes that the target must score for
+        keys: [m] keys (as in `ScoredPaths`) of the prefixes that the target must score for
             the items.
     """
 
@@ -186,7 +186,7 @@ class SpecGRStrategy(RecommendStrategy):
         return state.search.propose(self.level_offsets, keys)
 
     def verify(
-        self, state: SpecGRState, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+        self, state: SpecGRState, draft: PathDraft, slots: Tensor, hidden: Tensor
     ) -> SpecGRState:
         """Verifies the drafted items.
 
@@ -306,7 +306,7 @@ def _draft_items(search: BeamSearch, numbers: np.ndarray, found: list[np.ndarray
     sizes = [rows.size for rows in found]
     owners = on_device(np.repeat(numbers, sizes), device)
     rows = on_device(np.concatenate(found), device, torch.int64)
-    keys = needed_prefixes(trie, trie.nodes_of_items(rows), owners, search.skip_single)
+    keys = needed_paths(trie, trie.nodes_of_items(rows), owners, search.skip_single)
     return DraftedItems(owners, rows, keys)
 
 

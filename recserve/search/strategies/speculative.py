@@ -34,7 +34,7 @@ from recserve.search.dense_candidates import score_ready_candidates, unscored_ca
 from recserve.search.strategies.beam import BeamStrategy
 from recserve.search.strategies.slate_trees import trace_round
 from recserve.search.strategy import Heads
-from recserve.search.trie_prefixes import PrefixDraft
+from recserve.search.trie_paths import PathDraft
 
 NO_DRAFT = DraftPlan(0.0, 0.0, 0.0, 1.0)
 # The plan of a head without a calibration: it always drafts.
@@ -117,7 +117,7 @@ class SpeculativeStrategy(BeamStrategy):
         return replace(guess, cached=any(drafts))
 
     def verify(
-        self, state: BeamSearch, draft: PrefixDraft, slots: Tensor, hidden: Tensor
+        self, state: BeamSearch, draft: PathDraft, slots: Tensor, hidden: Tensor
     ) -> BeamSearch:
         """Proves the slate over all scored prefixes, or asks for those that are missing.
 
@@ -136,10 +136,10 @@ class SpeculativeStrategy(BeamStrategy):
         if found.proven:
             drafts = cached_drafts(state.sequences) if draft.cached else []
             if any(own and not own.trimmed for own in drafts):
-                cache_proof(state, found.prefixes(StateKind.KNOWN))
+                cache_proof(state, found.path_keys(StateKind.KNOWN))
             state.beams = found.last
         elif state.extra_rounds < MAX_EXTRA_ROUNDS:
-            state.unscored_keys = found.prefixes(StateKind.MISSING)
+            state.unscored_keys = found.path_keys(StateKind.MISSING)
             state.extra_rounds += 1
         else:
             state.advance()
@@ -155,7 +155,7 @@ class SpeculativeStrategy(BeamStrategy):
             if sequence.timing.drafted and draft is None and is_plain(request):
                 self.policy.add(request, repairs=max(sequence.rounds - 1, 0))
 
-    def _guess(self, state: BeamSearch, keys: Tensor) -> PrefixDraft:
+    def _guess(self, state: BeamSearch, keys: Tensor) -> PathDraft:
         """Returns a draft of prefixes, with those of the dense candidates."""
         if (extra := unscored_candidate_keys(state)) is not None:
             keys = torch.cat([keys, extra])
@@ -182,7 +182,7 @@ class SpeculativeStrategy(BeamStrategy):
             there = on_device([draft is not None for draft in drafts], beams.nodes.device)
             beams = replace(beams, log_probs=beams.log_probs.masked_fill(there[:, None], DEAD))
         search = replace(state, beams=beams, widths=widths, threshold_ranks=ranks)
-        keys = draft_prefixes(search, self.head)
+        keys = draft_paths(search, self.head)
         return torch.cat([keys_of(drafts, state), keys]) if any(drafts) else keys
 
     def finish(self, state: BeamSearch) -> Results:
@@ -268,7 +268,7 @@ def work(plan: DraftPlan) -> float:
     return plan.nodes + ROUND_NODES * (1 + plan.repairs)
 
 
-def draft_prefixes(search: BeamSearch, head: SelfDraftHead) -> Tensor:
+def draft_paths(search: BeamSearch, head: SelfDraftHead) -> Tensor:
     """Returns keys of the prefixes that the head's own search visits.
 
     The search starts from proved beams, so the first level is exact. Prefixes that need no score
@@ -282,7 +282,7 @@ def draft_prefixes(search: BeamSearch, head: SelfDraftHead) -> Tensor:
     assert search.threshold_ranks is not None
     scores = HeadScores(search.trie, head, search.last_hidden, head.contexts(search.last_hidden))
     found = descend(search, scores, item_ranks=search.threshold_ranks)
-    return found.prefixes(StateKind.KNOWN if search.skip_single else StateKind.ANY)
+    return found.path_keys(StateKind.KNOWN if search.skip_single else StateKind.ANY)
 
 
 @dataclass(frozen=True)

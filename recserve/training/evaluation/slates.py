@@ -141,15 +141,15 @@ def dense_log_p(
         [n, I] float32 log-probabilities.
     """
     config, device = model.config, model.item_tokens.device
-    roots = [
+    prefixes = [
         torch.from_numpy(history_tokens(rows, codes, config.codebook_sizes, config.input))
         for rows in (model_window(cases.history(case), config) for case in which.tolist())
     ]
-    tokens = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True).to(device)
+    tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True).to(device)
     positions = torch.arange(tokens.shape[1], device=device)
     hidden = model(tokens, positions, DenseAttention())
-    last = torch.tensor([len(root) - 1 for root in roots], device=device)
-    states = hidden[torch.arange(len(roots), device=device), last]
+    last = torch.tensor([len(prefix) - 1 for prefix in prefixes], device=device)
+    states = hidden[torch.arange(len(prefixes), device=device), last]
     log_p: NDArray[np.float32] = model.dense_scores(states).cpu().numpy()
     return log_p
 

@@ -34,7 +34,7 @@ POPULAR_POWER = 0.75
 
 
 @dataclass(frozen=True)
-class RootWindow:
+class PrefixWindow:
     """Events of a training prefix.
 
     Attributes:
@@ -60,7 +60,7 @@ class BatchPlan:
         key: Seed of the batch's random draws.
     """
 
-    windows: list[RootWindow]
+    windows: list[PrefixWindow]
     fold: int
     key: tuple[int, int, int]
 
@@ -114,14 +114,14 @@ class RankingData:
             for index in noise.permutation(len(batches))
         ]
 
-    def _windows(self, noise: np.random.Generator) -> Iterator[RootWindow]:
+    def _windows(self, noise: np.random.Generator) -> Iterator[PrefixWindow]:
         s = self.tables.settings
         for user, length in enumerate(self.train.lengths().tolist()):
             shift = int(noise.integers(0, s.recent_items // s.block)) * s.block
             splits = [0, *range(shift or s.recent_items, length, s.recent_items)]
             for split, stop in zip(splits, [*splits[1:], length], strict=True):
                 if stop > split:
-                    yield RootWindow(user, max(0, split - s.long_items), split, stop)
+                    yield PrefixWindow(user, max(0, split - s.long_items), split, stop)
 
     def batch(self, plan: BatchPlan) -> RankingBatch:
         """Returns prefixes, positives at their own times, negatives, and their features."""

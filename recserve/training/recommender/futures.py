@@ -107,13 +107,13 @@ class Futures:
     def batch(self, pieces: Ints) -> FutureBatch:
         """Returns the histories with these numbers, padded to the longest of them."""
         config, rows = self.config, self.events.item_rows.astype(np.int64)
-        roots = [
+        prefixes = [
             torch.from_numpy(
                 history_tokens(rows[a : b - 1], self.codes, config.codebook_sizes, config.input)
             )
             for a, b in zip(self.starts[pieces], self.ends[pieces], strict=True)
         ]
-        tokens = torch.nn.utils.rnn.pad_sequence(roots, batch_first=True)
+        tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
         ahead = self._ahead(pieces)
         width = config.num_levels if config.input == "codes" else 1
         nodes = ahead.pieces * tokens.shape[1] + (ahead.places + 1) * width

@@ -11,7 +11,7 @@ from recserve.kernels.native import native
 from recserve.kernels.trie.trie import build_trie
 from recserve.search.beam_search import Beams, BeamSearch
 from recserve.search.filters import RequestFilters
-from recserve.search.trie_prefixes import ScoredTriePrefixes, draft_of_keys
+from recserve.search.trie_paths import ScoredPaths, draft_of_keys
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
 from tests.support.recommenders import draw_root, make
@@ -40,9 +40,7 @@ def scored_of(trie, keys, share, seed):
     g = torch.Generator().manual_seed(seed)
     keys = torch.unique(keys.flatten())
     keys = keys[torch.rand(len(keys), generator=g) < share]
-    return ScoredTriePrefixes(
-        keys, torch.randperm(len(keys), generator=g), torch.zeros(len(keys), 4)
-    )
+    return ScoredPaths(keys, torch.randperm(len(keys), generator=g), torch.zeros(len(keys), 4))
 
 
 def both(call, force_kernels):
@@ -106,7 +104,7 @@ def test_what_a_round_scores(name, skip_single, monkeypatch, force_kernels):
         owners = torch.arange(batch)[:, None, None] * trie.num_nodes
         scored = scored_of(trie, owners + paths, 0.4, level)
         tails = torch.zeros(batch, 4)
-        for known in (scored, ScoredTriePrefixes.empty(tails)):
+        for known in (scored, ScoredPaths.empty(tails)):
             search = BeamSearch(
                 model, sequences, [s.request for s in sequences], trie,
                 RequestFilters(trie, (None,) * batch), tails, known,
@@ -127,7 +125,7 @@ def test_tables_of_scored_prefixes(dtype, force_kernels):
     parts = torch.split(torch.arange(200), [0, 70, 0, 1, 129])
 
     def grown():
-        table = ScoredTriePrefixes.empty(hidden)
+        table = ScoredPaths.empty(hidden)
         for part in parts:
             table = table.add(keys[part], slots[part], hidden[part])
         return table

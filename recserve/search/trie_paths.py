@@ -1,16 +1,17 @@
-"""Prefixes of semantic ids: their token trees, the table of scored ones, and their scores.
+"""Paths in the trie of semantic ids: their token trees, the table of scored ones, and their scores.
 
-Prefixes of one request share their beginnings. Three prefixes of level 2 make one tree of five
+Paths of one request share their beginnings. Three paths of level 2 make one tree of five
 nodes:
 
-    prefixes (3, 7), (3, 9), (5, 1)        3 -+- 7
+    paths (3, 7), (3, 9), (5, 1)           3 -+- 7
                                               `- 9
                                            5 --- 1
 
-A key names a prefix of a request: `request number * num_nodes of the trie + trie node`.
+A path leads from node 0 to any node, so not every path ends in an item. A key names a path of a
+request: `request number * num_nodes of the trie + trie node`.
 
-If a level is normalised over the valid children, a prefix with one child needs no score: the child
-has log-probability 0. Such a node is computed only when a prefix below it forks.
+If a level is normalised over the valid children, a path with one child needs no score: the child
+has log-probability 0. Such a node is computed only when a path below it forks.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ LANES = 16  # pads rows to whole vectors, so that sums do not depend on the numb
 
 
 @dataclass(frozen=True)
-class ScoredTriePrefixes:
-    """The prefixes that the target has scored.
+class ScoredPaths:
+    """The paths that the target has scored.
 
     Attributes:
         keys: [n] int64 ascending keys.
@@ -52,21 +53,19 @@ class ScoredTriePrefixes:
     hidden: Tensor
 
     @staticmethod
-    def empty(like: Tensor) -> ScoredTriePrefixes:
+    def empty(like: Tensor) -> ScoredPaths:
         """Returns the empty table for hidden states like those given, [n, E]."""
         empty = torch.empty(0, dtype=torch.int64, device=like.device)
-        return ScoredTriePrefixes(empty, empty, like[:0])
+        return ScoredPaths(empty, empty, like[:0])
 
-    def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> ScoredTriePrefixes:
-        """Returns the table with m more prefixes, which must not be in the table, in any order."""
-        return ScoredTriePrefixes(
-            *scored_table(self.keys, self.slots, self.hidden, keys, slots, hidden)
-        )
+    def add(self, keys: Tensor, slots: Tensor, hidden: Tensor) -> ScoredPaths:
+        """Returns the table with m more paths, which must not be in the table, in any order."""
+        return ScoredPaths(*scored_table(self.keys, self.slots, self.hidden, keys, slots, hidden))
 
 
 @dataclass(frozen=True)
-class PrefixDraft(Draft):
-    """A draft of prefixes.
+class PathDraft(Draft):
+    """A draft of paths.
 
     Attributes:
         query_keys: [Tq] key of each computed node.
@@ -89,8 +88,8 @@ def draft_of_keys(
     keys: Tensor,
     num_trees: int,
     level_offsets: Tensor,
-    before: ScoredTriePrefixes | None = None,
-) -> PrefixDraft:
+    before: ScoredPaths | None = None,
+) -> PathDraft:
     """Returns the nodes of the keys as token trees. Scored nodes are not computed again.
 
     Args:
@@ -103,30 +102,30 @@ def draft_of_keys(
     known, slots = (keys[:0], keys[:0]) if before is None else (before.keys, before.slots)
     trees = lay_out(trie, keys, num_trees, level_offsets, known, slots)
     inputs = NodeInputs(trees.query_tokens)
-    return PrefixDraft(trees.tree, inputs, trees.queries, trees.slots, trees.query_keys)
+    return PathDraft(trees.tree, inputs, trees.queries, trees.slots, trees.query_keys)
 
 
-def needed_prefixes(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
-    """Returns keys of the prefixes that decide the scores of given items.
+def needed_paths(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> Tensor:
+    """Returns keys of the paths that decide the scores of given items.
 
     Args:
         trie: Trie of the items.
-        trie_nodes: [M, L] trie node of every prefix of every item.
+        trie_nodes: [M, L] trie nodes on the path of every item.
         owners: [M] request of each item.
-        skip: Whether to leave out prefixes below the last fork of a path. They add log-probability
-            0.
+        skip: Whether to leave out the nodes below the last fork of a path. They add
+            log-probability 0.
 
     Returns:
-        [n] keys. The empty prefix is not among them.
+        [n] keys. The empty path is not among them.
     """
-    prefixes = trie_nodes[:, :-1]
+    paths = trie_nodes[:, :-1]
     if skip:
-        forks = trie.num_children(prefixes) > 1
-        # Reversed running sum: a prefix counts if it or a prefix below it on the path forks.
+        forks = trie.num_children(paths) > 1
+        # Reversed running sum: a node counts if it or a node below it on the path forks.
         needed = forks.int().flip(1).cumsum(1).flip(1) > 0
     else:
-        needed = torch.ones_like(prefixes, dtype=torch.bool)
-    keys: Tensor = (owners[:, None] * trie.num_nodes + prefixes)[needed]
+        needed = torch.ones_like(paths, dtype=torch.bool)
+    keys: Tensor = (owners[:, None] * trie.num_nodes + paths)[needed]
     return keys
 
 
@@ -199,7 +198,7 @@ def first_scores(
 
     Args:
         trie: Trie of the candidates.
-        trie_nodes: [M, L] trie node of every prefix of every candidate.
+        trie_nodes: [M, L] trie nodes on the path of every candidate.
         owners: [M] request of each candidate.
         last_hidden: [B, E] state of the last prefix token.
         model: The target.
@@ -216,8 +215,8 @@ def path_scores(
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 
-    A prefix without a score has one child and adds 0. Arguments are those of `first_scores`, with
-    ascending keys [n] of scored prefixes and their states [n, E] instead of the last states.
+    A path without a score has one child and adds 0. Arguments are those of `first_scores`, with
+    ascending keys [n] of scored paths and their states [n, E] instead of the last states.
     """
     size = trie.num_nodes
     out = torch.zeros(trie_nodes.shape[0], device=trie.device)
@@ -232,7 +231,7 @@ def path_scores(
             model, hidden[here], level, children.codes.long(), children.valid
         )
         parents, nodes = trie_nodes[:, level - 1], trie_nodes[:, level]
-        # Row of each candidate's parent among the scored prefixes of this level, -1: not scored.
+        # Row of each candidate's parent among the scored paths of this level, -1: not scored.
         row = find_keys(own, owners * size + parents)
         gain = log_probs[row.clamp(min=0), trie.child_columns(nodes, parents)]
         out += torch.where(row >= 0, gain, 0.0)
