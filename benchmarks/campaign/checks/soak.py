@@ -1,11 +1,7 @@
-"""R20 and R24: many requests, and the first slate of a new user."""
+"""R20: many requests."""
 
 from __future__ import annotations
 
-import os
-import resource
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -16,8 +12,6 @@ from scipy import stats
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.site import LLM_NAME, ServerProcess, Site
 from benchmarks.campaign.traffic import NUM_ITEMS, apart, history, item, percentile
-from tests.support.paths import ROOT
-from tests.support.redis_server import free_port
 
 PARTS = 40
 NUM_PUT, NUM_USERS = 100, 200
@@ -166,48 +160,3 @@ def growth(counts: list[int], memory: list[int]) -> Growth:
         return Growth(float("nan"), float("-inf"), float("inf"))
     slope, _, low, high = stats.theilslopes(memory, counts, 0.95)
     return Growth(*(float(one) * 1e6 / 2**20 for one in (slope, low, high)))
-
-
-@check(
-    "R24",
-    "cold start",
-    "`recserve demo` with an empty cache folder",
-    cases=3,
-    minimum_s=150,
-    weight=0,
-)
-def cold_start(site: Site, budget: Budget) -> Finding:
-    """Measures the seconds until the demo prints its first slate."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("RECSERVE_")}
-    firsts, statuses = [], []
-    before_s = child_seconds()
-    for _ in budget.cases(3):
-        home = site.scratch()
-        environment |= {"HOME": str(home), "XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "recserve", "demo", "--once", "--port", str(free_port())]
-        began = time.monotonic()
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert process.stdout is not None
-        first = float("inf")
-        for line in process.stdout:
-            if "recommend:" in line and first == float("inf"):
-                first = time.monotonic() - began
-        firsts.append(first)
-        statuses.append(process.wait())
-    return Finding(
-        len(firsts),
-        (
-            Figure("first slate in s", max(firsts), 60),
-            Figure("demos that failed", sum(bool(one) for one in statuses), 0),
-        ),
-        "the packages are installed; downloads of a clean install do not count; the demos took "
-        f"{(child_seconds() - before_s) / len(firsts):.0f} s of processor time each",
-    )
-
-
-def child_seconds() -> float:
-    """Returns the processor time of all child processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
