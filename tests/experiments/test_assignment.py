@@ -181,13 +181,6 @@ def test_buckets_are_uniform_and_independent_of_another_seed():
     assert stats.chi2_contingency(table).pvalue > 0.001
 
 
-def test_a_namespace_excludes_units():
-    inside = ArmSplit("e", ("a",), (BucketRange(0, 1),), Namespace("n", BucketRange(0, 0.4)))
-    outside = ArmSplit("e", ("a",), (BucketRange(0, 1),), Namespace("n", BucketRange(0.4, 1)))
-    arms = [(inside.assign(str(n)).arm, outside.assign(str(n)).arm) for n in range(500)]
-    assert set(arms) == {("a", None), (None, "a")}
-
-
 @pytest.mark.parametrize(
     ("arms", "weights"), [((), None), (("a", "a"), None), (("a", "b"), (0.4, 0.1))]
 )

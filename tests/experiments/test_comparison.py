@@ -12,7 +12,6 @@ from recserve.experiments.comparison import (
     check_ratio,
     compare_arms,
     decide,
-    find_notes,
     percent,
 )
 from recserve.experiments.load import Run
@@ -92,13 +91,6 @@ def test_a_failed_guardrail_decides_even_if_no_latency_differs():
     assert "latency" not in found.verdict  # nothing is known of it
 
 
-@pytest.mark.parametrize("statistic", ["mean", "p50", "p99"])
-def test_a_run_that_is_too_short_says_so_without_figures(statistic):
-    found = compared(made_run(shots=12), statistic=statistic, ndcg_margin=1.0)
-    assert "\N{INFINITY}" not in found.verdict and "inf" not in found.verdict
-    assert found.kind == "unclear"
-
-
 def test_a_faster_arm_is_not_better_before_its_guardrails_hold():
     found = compared(made_run(effect=-0.2), statistic="p50", ndcg_margin=1e-4)
     assert found.kind == "unclear"
@@ -119,22 +111,6 @@ def test_slates_are_judged_against_the_next_item():
     same = compared(made_run("paired"), "paired", k=10, statistic="p50")
     guard = next(guard for guard in same.guardrails if guard.name == "NDCG@10")
     assert (guard.control, guard.outcome) == (guard.treatment, "pass")
-
-
-def test_overlap_measured_apart_from_the_run_is_guarded_too():
-    found = compared(made_run(), overlaps=[1.0] * 100, statistic="p50")
-    assert [g.outcome for g in found.guardrails if g.name == "overlap of slates"] == ["pass"]
-
-
-def test_streams_are_compared_in_three_times():
-    found = compared(made_run(text=True, effect=0.3), metric="ttft", statistic="p50")
-    assert set(found.effects) == {"latency", "ttft", "tpot"}
-    assert "p50 time to first token" in found.verdict and found.kind == "worse"
-
-
-def test_a_time_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="ttft"):
-        compared(made_run(), metric="ttft")
 
 
 def test_the_sequential_verdict_names_its_interval():
@@ -180,21 +156,6 @@ def test_notes_say_what_limits_the_result():
     assert any("warms caches" in note for note in found.notes)
 
 
-@pytest.mark.parametrize("tau", [1.0, 20 / 3, 7.0, 100.0, 2000.0])
-@pytest.mark.parametrize("num_blocks", [29, 30, 100])
-def test_a_note_names_blocks_that_are_few_or_short(num_blocks, tau):
-    """Blocks of less than three correlation times are short."""
-    columns = made_run(shots=2000)
-    blocks = columns.shot * num_blocks // 2000
-    notes = " ".join(find_notes(columns, blocks, 1, tau, Criteria(statistic="p50"), None))
-    assert ("time blocks: run longer for at least 30" in notes) == (num_blocks < 30)
-    assert ("Intervals may be too narrow" in notes) == (
-        num_blocks >= 30 and 2000 / num_blocks < 3 * tau
-    )
-    if "too narrow" in notes:
-        assert f"over {tau:.0f} requests, and a time block holds {2000 / num_blocks:.0f}." in notes
-
-
 def test_timeouts_count_as_latencies_and_other_failures_do_not():
     columns = made_run(shots=200, failed=0.5)
     assert columns.failed.sum() > 20
@@ -221,8 +182,3 @@ def test_summaries_of_text_amortise_time_over_tokens():
     assert drafting.share_of_time == pytest.approx(1.0)
     wanted = one.latency_ms.mean * 0.75 / 8
     assert one.text.tpot_ms.mean == pytest.approx(wanted, rel=0.01)
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.031, "+3.1 %"), (-0.5, "\N{MINUS SIGN}50.0 %")])
-def test_percentages_have_a_sign(value, text):
-    assert percent(value) == text

@@ -9,7 +9,6 @@ import pytest
 from recserve.experiments.datasets import (
     Sample,
     UserOptions,
-    read_item_ids,
     read_samples,
 )
 
@@ -123,15 +122,3 @@ def test_users_may_be_sent_by_id_only_and_with_candidates(tmp_path):
     assert [one.history for one in samples] == [(), ()]
     assert all(len(set(one.candidates)) == 2 for one in samples)
     assert all(set(one.candidates) <= {"1", "2", "3"} for one in samples)
-
-
-def test_a_table_of_user_ids_alone_is_enough(tmp_path):
-    path = tmp_path / "users.parquet"
-    events(path, user_id=["b", "a", "a"])
-    assert read_samples(path) == [Sample("a"), Sample("b")]
-
-
-def test_item_ids_are_read_as_text(tmp_path):
-    path = tmp_path / "items.parquet"
-    events(path, item_id=[1, 2])
-    assert read_item_ids(path) == {"1", "2"}

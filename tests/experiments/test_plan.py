@@ -26,13 +26,6 @@ def plan(mode, size=400, seed="7"):
     )
 
 
-def test_arms_are_read_from_the_command_line():
-    assert parse_arm("a={}", "http://h") == Arm("a", "http://h")
-    assert parse_arm("a=http://x:1/", "http://h") == Arm("a", "http://x:1")
-    text = 'b={"url": "http://y/", "strategy": "nezha"}'
-    assert parse_arm(text, "http://h") == Arm("b", "http://y", {"strategy": "nezha"})
-
-
 @pytest.mark.parametrize("text", ["a", "={}", "a={", "a=[1]"])
 def test_other_arms_are_refused(text):
     with pytest.raises(ValueError, match="arm"):

@@ -50,13 +50,6 @@ def test_newcombes_interval_is_that_of_his_paper():
     assert guard.outcome == "pass"
 
 
-def test_shares_at_zero_still_have_an_interval():
-    few = guard_share("failed", (0, 0), (100, 100), margin=0.005)
-    many = guard_share("failed", (0, 0), (10_000, 10_000), margin=0.005)
-    assert (few.outcome, many.outcome) == ("unclear", "pass")
-    assert guard_share("failed", (0, 500), (1000, 1000), margin=0.005).outcome == "fail"
-
-
 def test_equal_slates_pass_once_there_are_enough_of_them():
     assert guard_overlap([1.0] * 10, 0.05).outcome == "unclear"
     assert guard_overlap([1.0] * 200, 0.05).outcome == "pass"
@@ -65,18 +58,6 @@ def test_equal_slates_pass_once_there_are_enough_of_them():
     assert other.change.estimate == pytest.approx(-0.5)
     assert other.change.low < other.change.estimate < other.change.high
     assert type(guard_overlap([1.0] * 10, 0.05).change.low) is float
-
-
-@pytest.mark.parametrize(("loss", "outcome"), [(0.0, "pass"), (0.1, "fail"), (0.02, "unclear")])
-def test_a_mean_is_guarded_in_its_own_direction(loss, outcome):
-    drawn = np.random.default_rng(0)
-    treated = drawn.random(20_000) < 0.5
-    values = drawn.random(20_000) - loss * treated
-    observed = Observations(values, treated, time_blocks(np.arange(20_000), 50))
-    lower = guard_mean("NDCG", observed, 0.02, "lower")
-    assert lower.outcome == outcome
-    higher = guard_mean("cost", Observations(-values, treated, observed.blocks), 0.02, "higher")
-    assert higher.change.estimate == pytest.approx(lower.change.estimate)
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (1, 5), (2, 1), (7, 4)])

@@ -292,6 +292,8 @@ CONTRADICTIONS = [
     (EAGLE, {"draft_num_hidden_layers": 2}, {}, "draft_num_hidden_layers is 2"),
     (EAGLE, {"vocab_size": 39}, {}, "vocab_size is 39"),
     (EAGLE, {"position_embedding_type": "alibi"}, {}, "position_embedding_type is 'alibi'"),
+    (EAGLE, {"kv_lora_rank": 8}, {}, "unknown field 'kv_lora_rank'"),
+    (EAGLE, {"model_type": "gemma4_assistant"}, {}, "is 'gemma4_assistant'; layers of llama"),
     ("eagle of eagle-1", {}, {"model.fc.weight": (32, 64)}, "twice"),
     ("eagle of deepspec", {}, {"layers.0.self_attn.q_norm.weight": None}, "q_norm"),
     *(
@@ -397,7 +399,13 @@ CONTRADICTIONS = [
     ("specformer", {}, {"mtp.down_samp.weight": (32, 128)}, "'down_samp.weight' twice"),
     ("specformer", {"model_type": "medusa"}, {}, "model_type is 'medusa'"),
     ("medusa", {"hydra_num_heads": 1}, {}, "unknown field 'hydra_num_heads'"),
-    ("medusa", {"hidden_size": 33}, {}, "hidden_size is 33"),
+    *(
+        ("medusa", {name: value}, {}, f"{name} is {value}")
+        for name, value in (
+            *(("hidden_size", 33), ("vocab_size", 41), ("truncated_vocab_size", 39)),
+            ("medusa_fc_bias", False),
+        )
+    ),
     ("medusa", {"medusa_accuracies": [[0.5]] * 9}, {}, "medusa_accuracies"),
     ("medusa", {"medusa_accuracies": [[0.5], [1.5]]}, {}, "medusa_accuracies"),
     ("medusa", {"medusa_accuracies": [[0.1] * 200]}, {}, "medusa_accuracies"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from recserve.models.attention import Attend, DenseAttention, Rope
+from recserve.models.attention import Attend
 from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.drafters.eagle import Eagle
@@ -24,13 +24,9 @@ from recserve.models.loading import UnsupportedModel
 from tests.support.mtp_drafter import mtp
 from tests.support.mtp_drafter import peagle as parallel
 from tests.support.published_eagle import (
-    LAYERS,
     LAYOUTS,
     SIZES,
     eagle3,
-    hass,
-    hass_speculators,
-    para_norm,
     peagle,
     speculators,
 )
@@ -42,84 +38,6 @@ from tests.support.text_plain import VOCABULARY, drawn_model
 @pytest.fixture(scope="module")
 def target():
     return drawn_model(0)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_tensor_lies_in_its_place(name, tmp_path, target):
-    fields, weights = LAYOUTS[name]()
-    network = load_eagle(written(tmp_path, fields, weights), target)
-    config, own = network.config, network.layers[0]
-    prefix = "midlayer." if name == "eagle-3" else "layers.0."
-    qkv = [weights[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(own.qkv.weight, torch.cat(qkv))
-    gate_up = [weights[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(own.gate_up.weight, torch.cat(gate_up))
-    assert torch.equal(own.mlp_norm.weight, weights[f"{prefix}post_attention_layernorm.weight"])
-    assert torch.equal(network.fc.weight, weights["fc.weight"])
-    assert config.decoder.max_positions == target.config.decoder.max_positions
-    if name == "eagle-1":
-        assert torch.equal(network.fc.bias, weights["fc.bias"])  # `bias` absent means true
-        assert config.target_layers == (FINAL_LAYER,)
-        return
-    assert config.target_layers == (0, 1, 2)
-    assert torch.equal(network.feature_norm.weight, weights[f"{prefix}hidden_norm.weight"])
-    assert torch.equal(network.input_norms[0].weight, weights[f"{prefix}input_layernorm.weight"])
-    assert torch.equal(network.head.weight, weights["lm_head.weight"])
-    if name == "deepspec":
-        assert torch.equal(own.q_norm.weight, weights["layers.0.self_attn.q_norm.weight"])
-        assert network.token_map is None
-    else:
-        assert network.token_map.tolist() == list(range(0, VOCABULARY, 2))
-    if name == "speculators":
-        assert config.fc_norm and config.norm_output and config.norm_before_residual
-        assert torch.equal(network.fc_norm[2].weight, weights["fc_norm.2.weight"])
-
-
-def test_p_eagle_has_an_embedding_and_mask_states(tmp_path, target):
-    fields, weights = peagle()
-    network = load_eagle(written(tmp_path, fields, weights), target)
-    assert torch.equal(network.mask_states, weights["mask_hidden"].flatten())
-    second = weights["layers.1.input_layernorm.weight"]
-    assert torch.equal(network.input_norms[1].weight, second)
-    assert network.config.mask_token == 7 and network.config.decoder.num_layers == 2
-    tokens = torch.tensor([7, 3])
-    assert torch.equal(network.embed(tokens, target), weights["embed_tokens.weight"][tokens])
-    weights["embed_tokens.weight"] = target.tokens.weight.clone()
-    network = load_eagle(written(tmp_path, fields, weights), target)
-    assert not network.config.own_embedding
-    assert torch.equal(network.embed(tokens, target), target.tokens(tokens))
-
-
-@pytest.mark.parametrize("layout", [para_norm, hass, hass_speculators])
-def test_the_norms_of_hass(layout, tmp_path, target):
-    """The output equals the same network's, where each norm is applied by hand."""
-    fields, weights = layout()
-    network = load_eagle(written(tmp_path, fields, weights), target)
-    places = {
-        "embedding_layernorm": network.embedding_norm,
-        "embed_layernorm": network.embedding_norm,
-        "post_embedding_layernorm": network.embedding_norm,
-        "hidden_states_layernorm": network.feature_norm,
-        "hidden_layernorm": network.input_norms[0],
-        "transformer.input_layernorm": network.input_norms[0],
-        "lm_head_layernorm": network.norm,
-        "pre_lm_head_layernorm": network.norm,
-    }
-    found = [name for name in places if f"{name}.weight" in weights]
-    assert len(found) == (2 if layout is para_norm else 3)
-    for name in found:
-        assert torch.equal(places[name].weight, weights[f"{name}.weight"])
-    assert network.config.fc_bias == (layout is not hass_speculators)
-    attend, positions = DenseAttention(), torch.arange(5)
-    states, embedded = torch.randn(1, 5, 32), torch.randn(1, 5, 32)
-    given = network(states, embedded, positions, attend)
-    tokens, features = network.embedding_norm(embedded), network.feature_norm(states)
-    joined = network.fc(torch.cat([tokens, features], dim=-1))
-    rope = Rope(positions, network._frequencies, joined.dtype)
-    expected = sum(network.layers[0](network.input_norms[0](joined), joined, rope, 0, attend))
-    torch.testing.assert_close(given, expected)
-    logits = target.logits(network.norm(expected))
-    torch.testing.assert_close(network.logits(given, target), logits)
 
 
 @pytest.mark.parametrize("kind", ["eagle-1", "eagle-3", "mtp"])
@@ -286,45 +204,6 @@ def test_two_fields_that_name_different_layers_are_refused():
     for wrong in ("1,2", [1, "2"], [1.5], {"a": 1}, [True]):
         with pytest.raises(UnsupportedModel, match="a list of layers is needed"):
             read_target_layers(other | {key: wrong}, 8)
-
-
-MODELOPT = {
-    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
-    "parallel_draft_heads_num_layers": None,
-}
-NEUTRAL = {
-    "modelopt": {"eagle_config": MODELOPT, "architectures": ["LlamaForCausalLMEagle3"]},
-    "modelopt-null": {"eagle_config": LAYERS["eagle_config"] | dict.fromkeys(MODELOPT)},
-    "angelslim": {"target_model_type": "qwen3", "modal_type": "LLM"},
-    "specforge-gemma3": {"target_model_type": "gemma3_text", "sliding_window": None},
-    "deepspec": {
-        "num_target_layers": 2,
-        "target_model_name_or_path": "x/y",
-        "draft_num_hidden_layers": 1,
-    },
-    "one layer of 40": {"num_hidden_layers": 40},
-    "windows off": {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 28},
-    "full attention": {"layer_types": ["full_attention"], "sliding_window": 4},
-}
-
-
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_neutral_fields_change_nothing(name, tmp_path, target):
-    fields, weights = eagle3()
-    expected = load_eagle(written(tmp_path / "plain", fields, weights), target)
-    more = NEUTRAL[name]
-    if "eagle_config" in more:
-        more = more | {"eagle_config": more["eagle_config"] | LAYERS["eagle_config"]}
-    network = load_eagle(written(tmp_path / "head", fields | more, weights), target)
-    assert network.config == expected.config
-    for key, weight in expected.state_dict().items():
-        assert torch.equal(weight, network.state_dict()[key]), key
 
 
 def test_a_head_on_the_final_state_has_no_projection(tmp_path, target):

@@ -1,7 +1,6 @@
 """Medusa heads in files: both layouts, shards, parts of a vocabulary, and refusals by name."""
 
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -243,39 +242,15 @@ def test_a_logit_scale_reaches_the_logits(tmp_path):
     heads, hidden = drawn_heads(), torch.randn(4, E)
     folder = write(tmp_path, vllm(heads), {"logit_scale": 0.25}, "model.safetensors")
     torch.testing.assert_close(load_medusa(folder, E, V)(hidden), 0.25 * heads(hidden))
-    for wrong in (-1.0, 0, True, 1e30):
-        write(tmp_path, vllm(heads), {"logit_scale": wrong}, "model.safetensors")
-        shown = re.escape(repr(wrong))
-        with pytest.raises(
-            UnsupportedModel, match=rf"logit_scale is {shown}; expected a number from"
-        ):
-            load_medusa(folder, E, V)
 
 
-@pytest.mark.parametrize(
-    "field,value,right",
-    [
-        ("hidden_size", E + 1, E),
-        ("vocab_size", V + 1, V),
-        ("truncated_vocab_size", V - 1, V),
-        ("medusa_fc_bias", False, True),
-        ("num_heads", K + 1, K),
-        ("num_hidden_layers", 2, 1),
-        ("head_scale", 2.0, None),
-    ],
-)
-def test_a_field_that_contradicts_the_tensors_or_is_unknown_is_refused(
-    field, value, right, tmp_path
-):
-    names = {"architectures": ["MedusaModel"], "model_type": "medusa", "max_paths": 64, "topk": 10}
-    weights = vllm(drawn_heads())
-    if right is not None:
-        write(tmp_path / "right", weights, names | {field: right}, "model.safetensors")
-        assert load_medusa(tmp_path / "right", E, V).config.num_heads == K
-    write(tmp_path / "wrong", weights, names | {field: value}, "model.safetensors")
-    said = f"{field} is {value}" if right is not None else f"unknown field '{field}'"
-    with pytest.raises(UnsupportedModel, match=said):
-        load_medusa(tmp_path / "wrong", E, V)
+@pytest.mark.parametrize(("field", "value"), [("num_heads", K + 1), ("num_hidden_layers", 2)])
+def test_counts_of_vllm_agree_with_the_tensors(field, value, tmp_path):
+    write(
+        tmp_path, vllm(drawn_heads()), {"model_type": "medusa", field: value}, "model.safetensors"
+    )
+    with pytest.raises(UnsupportedModel, match=f"{field} is {value}"):
+        load_medusa(tmp_path, E, V)
 
 
 def test_one_output_that_is_stored_for_every_head(tmp_path):

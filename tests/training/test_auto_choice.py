@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +12,9 @@ import pytest
 from msgspec import UNSET
 from numpy.typing import NDArray
 from rich.console import Console
-from typer.testing import CliRunner
 
 from recserve.batch.together import together
 from recserve.bundle.bundle import Bundle, BundleError, Manifest
-from recserve.cli.app import app
 from recserve.schemas.items import Exclusions, RecommendRequest, RecommendResponse
 from recserve.service import Service
 from recserve.service.auto_strategy import read_auto
@@ -212,15 +209,3 @@ def test_a_strategy_that_is_gone_leaves_auto_as_it_was(tmp_path: Path) -> None:
     with Service.open(bundle.root, f"lmdb:{tmp_path}/store", "cpu") as service:
         history = list(service.catalog.current.catalog.items.ids[:6])
         assert service.recommender.begin(RecommendRequest(history=history, k=3)).wait().exact
-
-
-def test_the_command_says_what_it_chose(tmp_path: Path) -> None:
-    bundle = copy_bundle(tmp_path)
-    command = ["bundle", "calibrate", str(bundle.root), "--auto-for", "latency", "--users", "5"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    assert "auto, seen items kept: " in result.output and "5 validation users" in result.output
-    auto = json.loads((bundle.root / "manifest.json").read_text())["sections"]["recommender"]
-    assert auto["auto_evidence"]["kept"]["goal"] == "latency"
-    wrong = CliRunner().invoke(app, ["bundle", "calibrate", str(bundle.root), "--users", "5"])
-    assert wrong.exit_code == 2 and "--users has no effect" in wrong.output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -150,34 +149,6 @@ def test_collisions_are_counted(bundle: Bundle, card: Card) -> None:
     assert card.collisions.items == pytest.approx(np.mean(shared))
     assert card.collisions.largest == max(map(codes.count, codes))
     assert card.collisions.items == pytest.approx(bundle.manifest.build["collision_share"])
-
-
-def test_a_card_is_written_three_times(card: Card, tmp_path: Path) -> None:
-    """JSON, Markdown and picture."""
-    text = card.to_markdown()
-    widths = {}
-    for line in text.splitlines():
-        if line.startswith("| model"):
-            widths[line] = line.count("|")
-    assert len(widths) == 2 and "recommender, beam" in text and "item-kNN" in text
-    for line in text.splitlines():
-        if line.startswith(("| recommender", "| item-kNN", "| sasrec")):
-            assert line.count("|") in widths.values()
-    assert "RPG, public item vectors | kept" in text and "not of these events" in text
-    read = json.loads(json.dumps(card.to_dict()))
-    figure = read["rows"]["item-kNN"]["filtered"]["metrics"]["ndcg@10"]
-    assert figure["low"] <= figure["value"] <= figure["high"]
-    picture = tmp_path / "new" / "card.png"
-    card.save_plot(picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_group_without_users_says_so(bundle: Bundle) -> None:
-    """One evaluated user leaves most groups empty."""
-    options = replace(OPTIONS, strategy="popularity", users=1)
-    card = make_card(bundle, compare_with_baselines(bundle, options))
-    assert card.model == "popularity" and "no users" in card.to_markdown()
-    assert sorted(group.users for group in card.groups.values()) == [0, 0, 0, 1, 1]
 
 
 def test_the_past_ends_at_one_time(bundle: Bundle) -> None:

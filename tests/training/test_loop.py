@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import nn
 
 from recserve.kernels.native.processor import Processor
-from recserve.training import loop, time_limit
 from recserve.training import options as options_module
+from recserve.training import time_limit
 from recserve.training.loop import StepLoss, fit
 from recserve.training.optimizers import build_optimizers
 from recserve.training.options import TrainOptions, TrainReport
@@ -81,13 +81,6 @@ def test_resumed_run_equals_the_straight_one(orthogonal: tuple[str, ...], tmp_pa
     assert outcome(second) == outcome(report)
     for one, two in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(two, one, rtol=0, atol=0)
-
-
-def test_loss_falls_and_a_picture_is_left(tmp_path: Path, pictures: None) -> None:
-    report = fit(Line(), replace(SCHEDULE, epochs=20), OPTIONS, tmp_path, quiet())
-    assert report.metrics["score"] > report.history[0].metrics["score"]
-    assert (tmp_path / "training.png").read_bytes()[:4] == b"\x89PNG"
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_best_epoch_is_kept_and_all_are_trained(tmp_path: Path) -> None:
@@ -263,17 +256,6 @@ def test_a_resume_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     assert "no checkpoint.safetensors to resume; training starts anew" in said(console)
 
 
-def test_a_run_says_what_it_will_do_and_how_far_an_epoch_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "LOG_EVERY_S", -1.0)
-    console = spoken()
-    fit(Line(), SCHEDULE, OPTIONS, tmp_path, console)
-    text = said(console)
-    assert text.startswith("4 batches an epoch, 4 epochs at most\n")
-    assert text.count("batches an epoch") == 1 and "epoch 1/4: 25%  error" in text
-
-
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_run_that_fails_leaves_no_empty_folder(tmp_path, fails):
     """After an epoch there is a checkpoint, and the folder stays."""
@@ -287,14 +269,3 @@ def test_a_run_that_fails_leaves_no_empty_folder(tmp_path, fails):
     with pytest.raises(Interrupted):
         fit(Line(fails=0), SCHEDULE, OPTIONS, given, Console(file=io.StringIO()))
     assert given.exists()
-
-
-@pytest.mark.parametrize(("max_minutes", "words"), [(None, "about 7 min"), (0.5, "about 30 s")])
-def test_the_length_of_the_run_is_estimated_once(tmp_path, monkeypatch, max_minutes, words):
-    monkeypatch.setattr(loop, "ESTIMATE_AFTER_S", 0.0)
-    estimate = loop._Run._estimate  # a hundred seconds an epoch, whatever the machine takes
-    monkeypatch.setattr(loop._Run, "_estimate", lambda run, _: estimate(run, 100.0))
-    console = spoken()
-    options = replace(OPTIONS, max_minutes=max_minutes)
-    fit(Line(), SCHEDULE, options, tmp_path, console)
-    assert said(console).count(words) == 1 and said(console).count("about") == 1

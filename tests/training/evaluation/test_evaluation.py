@@ -181,40 +181,6 @@ def test_training_learns_the_ring_and_the_bundle_keeps_it(
     assert (path / "recommender" / "training.png").exists()
 
 
-def test_training_chooses_the_weight_of_auto(
-    built: Path, copied: Callable[[Path], Path], pictures: None
-) -> None:
-    """`auto` is no worse on validation than the beam alone, nor than the dense head alone."""
-    bundle = Bundle.open(copied(built))
-    small = replace(ITEMS, **SMALL, schedule=Schedule(2, 1e-2), max_nodes=256)
-    train_recommender(bundle, CPU, small, Console(quiet=True))
-    opened = Bundle.open(bundle.root)
-    opened.verify()
-
-    def figures(strategy: str, weight: float | None = None) -> dict[str, float]:
-        options = EvaluationOptions("valid", strategy, (10,), dense_weight=weight)
-        found = evaluate_bundle(opened, options).columns
-        return {column: metrics["ndcg@10"] for column, metrics in found.items()}
-
-    auto = figures("auto")
-    for part in (figures("beam", 0.0), figures("beam", 2.0), figures("beam", 100.0)):
-        assert all(auto[column] >= part[column] - 1e-9 for column in auto)
-    bonus = opened.manifest.recommender["history_bonus"]
-    assert "recommender/history_bonus.safetensors" in opened.manifest.files
-    assert bonus["filtered"][f"{bonus['factor']:g}"] > bonus["filtered"]["0"]  # the ring is known
-    evidence = opened.manifest.recommender["auto_evidence"]
-    for column, choice in evidence.items():
-        assert choice["chosen"]["ndcg"]["value"] == pytest.approx(auto[column])
-        assert {each["strategy"] for each in choice["candidates"]} == {"beam"}
-        assert all(each["ms"] is None for each in choice["candidates"])
-
-    # A run without a dense head leaves nothing of the earlier one.
-    train_recommender(opened, CPU, replace(small, rerank_weight=0.0), Console(quiet=True))
-    again = Bundle.open(bundle.root).manifest
-    assert "auto" not in again.recommender and "history_bonus" not in again.recommender
-    assert "recommender/history_bonus.safetensors" not in again.files
-
-
 def test_sasrec_learns_the_ring(built: Path, copied: Callable[[Path], Path]) -> None:
     bundle = Bundle.open(copied(built))
     with pytest.raises(BundleError, match="no sasrec was trained"):
@@ -281,32 +247,6 @@ def test_baselines_stand_beside_the_model(built: Path, copied: Callable[[Path], 
     assert compared.baselines["sasrec, ids and item vectors"].columns == of_bundle.columns
     alone = compare_with_baselines(bundle, replace(options, strategy="sasrec"), recipe, quiet)
     assert set(alone.baselines) == untrained
-
-
-def test_interrupted_training_goes_on_as_if_it_had_not_been(
-    built: Path, copied: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One epoch, a break, another: the same losses and slates as two in one go."""
-    recipe = replace(ITEMS, **SMALL, schedule=Schedule(2, 5e-3), max_nodes=256)
-    straight = train_recommender(Bundle.open(copied(built)), CPU, recipe, Console(quiet=True))
-    broken = copied(built)
-    whole_plan = RecommenderTrainee.plan
-
-    def breaks(trainee: RecommenderTrainee, epoch: int) -> object:
-        if epoch == 1:
-            raise KeyboardInterrupt
-        return whole_plan(trainee, epoch)
-
-    monkeypatch.setattr(RecommenderTrainee, "plan", breaks)
-    with pytest.raises(KeyboardInterrupt):
-        train_recommender(Bundle.open(broken), CPU, recipe, Console(quiet=True))
-    monkeypatch.undo()
-    bundle = Bundle.open(broken)
-    assert not bundle.has("recommender")
-    options = replace(CPU, resume=True)
-    resumed = train_recommender(bundle, options, recipe, Console(quiet=True))
-    assert [r.losses for r in resumed.history] == [r.losses for r in straight.history]
-    assert [r.metrics for r in resumed.history] == [r.metrics for r in straight.history]
 
 
 def test_evaluation_refuses(built: Path) -> None:

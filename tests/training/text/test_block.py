@@ -3,7 +3,6 @@
 import copy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,8 +10,6 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.tree_batch import Prefixes
 from recserve.models.drafters.block_files import load_block
-from recserve.models.loading import load_language_model
-from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import StateSpan, TextContext
 from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -21,7 +18,6 @@ from recserve.training.text.drafters.block import BlockTrainee, train_block
 from recserve.training.text.drafters.block_recipe import BlockRecipe
 from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
 from tests.support.grids import chosen
-from tests.support.paths import reference
 
 KINDS = ("dflash", "jetspec", "dspark", "dflash2")
 OPTIONS = TrainOptions(device="cpu", precision="float32")
@@ -111,32 +107,3 @@ def test_an_older_network_is_the_start(model, text, tmp_path):
 def test_a_window_shorter_than_a_block_is_refused(model, text):
     with pytest.raises(ValueError, match="window is 4; a block has 8 rows"):
         BlockTrainee(recipe("dflash", window=4, block_size=8), model, text, text, seed=0)
-
-
-def stories(model, count: int, seed: int, **params) -> list:
-    """Returns texts of the story model."""
-    engine = build_engine(EngineModels(text=model))
-    asked = [SamplingParams(seed=seed + n, **params) for n in range(count)]
-    return engine.run_many([TextQuery(np.array([1]), own) for own in asked])
-
-
-@pytest.mark.slow
-def test_a_network_for_a_story_model_beats_chance(tmp_path):
-    """Trained for seconds on what the model wrote, measured on stories that begin differently."""
-    model = load_language_model(reference("stories260k"))
-    written = stories(model, 96, 0, temperature=0.7, max_tokens=200)
-    text = np.concatenate([[1, *answer.tokens] for answer in written])
-    sizes = {"window": 100, "anchors": 12, "batch": 8, "schedule": replace(FAST, averaging=0.9)}
-    own = BlockRecipe(kind="dflash2", rank=32, **sizes)
-    network = BlockTrainee(own, model, text, text, seed=0).model.requires_grad_(False).eval()
-    lengths = []
-    for trained in (False, True):
-        if trained:
-            train_block(model, text[:-2000], text[-2000:], tmp_path, OPTIONS, own)
-            network = load_block(tmp_path, model)
-        prompts = [
-            np.array([1, *answer.tokens[:20]])
-            for answer in stories(model, 8, 1000, temperature=1.0, max_tokens=20)
-        ]
-        lengths.append(accepted_per_draft(model, BlockDrafter(network, model), prompts, 60))
-    assert lengths[1] > lengths[0] + 0.5, lengths

@@ -16,7 +16,6 @@ from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.drafters import boost
 from recserve.training.text.drafters.boost import (
     BoostCorpus,
     BoostRecipe,
@@ -163,19 +162,6 @@ def test_an_interrupted_run_keeps_finished_models(target, texts, tmp_path, monke
             torch.testing.assert_close(cut.state_dict()[name], weight)
 
 
-def test_a_fresh_run_forgets_the_models_of_an_older_one(target, texts, tmp_path, monkeypatch):
-    short = replace(RECIPE, model=replace(SIZES, steps=2, schedule=Schedule(1, 1e-2)))
-    train_boost(target, *texts, tmp_path, OPTIONS, short)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(boost, "fit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train_boost(target, *texts, tmp_path, OPTIONS, short)
-    assert not list(tmp_path.rglob("*.safetensors"))
-
-
 def test_an_older_draft_model_is_the_start(target, texts, tmp_path):
     short = replace(RECIPE, num_models=1, model=replace(SIZES, steps=2, schedule=Schedule(1, 1e-9)))
     train_boost(target, *texts, tmp_path / "old", OPTIONS, short)
@@ -193,10 +179,3 @@ def test_an_older_draft_model_is_the_start(target, texts, tmp_path):
     other = replace(short, model=replace(short.model, intermediate_size=32))
     with pytest.raises(ValueError, match="older model is .*; the new model is"):
         train_boost(target, *texts, tmp_path / "no", healing, other)
-
-
-def test_a_text_without_a_window_is_refused(target, tmp_path):
-    tokens = np.ones(4 * WINDOW, np.int64)
-    with pytest.raises(ValueError, match=f"more than a window of {WINDOW}"):
-        train_boost(target, tokens, tokens[:WINDOW], tmp_path, OPTIONS, RECIPE)
-    assert not list(tmp_path.iterdir())

@@ -11,7 +11,6 @@ import torch
 from recserve.models.attention import DenseAttention
 from recserve.models.drafters.mask_tokens_files import load_mask_tokens
 from recserve.models.gated_lora import MaskRows
-from recserve.models.loading import load_language_model
 from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
@@ -26,10 +25,8 @@ from tests.support.drafter_training import (
     accepted_per_draft,
     read_lengths,
     write_lengths,
-    write_text,
 )
 from tests.support.mask_tokens_drafter import mask_network
-from tests.support.paths import reference
 from tests.support.shared_folders import shared_folder
 
 HELD_OUT = 20
@@ -120,21 +117,3 @@ def test_older_mask_tokens_are_the_start(model, text, trained, tmp_path):
         train_mask_tokens(
             model, text[:cut], text[cut:], tmp_path / "no", wrong, replace(RECIPE, rank=4)
         )
-
-
-@pytest.mark.slow
-def test_a_trained_model_accepts_more_than_chance(tmp_path):
-    """stories260k: 25 seconds of training on its own text."""
-    target = load_language_model(reference("stories260k"))
-    text = write_text(target, 272, 65, 0.5)
-    recipe = MaskTokensRecipe(
-        window=65, batch=16, blocks=16, schedule=Schedule(6, 1e-2, 0.0, averaging=0.95)
-    )
-    cut = 256 * 65
-    fresh = MaskTokensTrainee(recipe, target, text[:cut], text[cut:], 0).model
-    prompts = tuple(row[:6].tolist() for row in text[cut:].reshape(-1, 65)[:8])
-    drafter = MaskTokensDrafter(fresh.requires_grad_(False).eval(), target)
-    before = accepted_per_draft(target, drafter, prompts)
-    train_mask_tokens(target, text[:cut], text[cut:], tmp_path, OPTIONS, recipe)
-    drafter = MaskTokensDrafter(load_mask_tokens(tmp_path, target), target)
-    assert accepted_per_draft(target, drafter, prompts) > before + 0.2

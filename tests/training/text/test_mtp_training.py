@@ -3,23 +3,16 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from recserve.engine.build import EngineModels, build_engine
 from recserve.models.drafters.mtp_files import load_mtp, save_mtp
-from recserve.models.loading import load_language_model
-from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.mtp import MtpDrafter
-from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.options import TrainOptions
-from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.eagle import EagleRecipe
 from recserve.training.text.drafters.mtp import MtpTrainee, train_mtp
 from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
-from tests.support.paths import reference
 from tests.support.published_mtp import Published
 
 RECIPE = EagleRecipe("mtp", 3, None, WINDOW, 16, 20, FAST)
@@ -61,19 +54,3 @@ def test_training_makes_drafts_longer(model, text, tmp_path):
     healed = replace(OPTIONS, epochs=1, start_from=tmp_path)
     again = train_mtp(model, text[:cut], text[cut:], tmp_path / "again", healed, RECIPE)
     assert again.metrics["accept_length"] > report.history[0].metrics["accept_length"]
-
-
-@pytest.mark.slow
-def test_a_module_of_a_trained_model(tmp_path):
-    """stories260k: the module guesses its stories far better than chance, 1 in 512."""
-    model = load_language_model(reference("stories260k"))
-    engine = build_engine(EngineModels(text=model))
-    params = [SamplingParams(1.0, seed=seed, max_tokens=120) for seed in range(96)]
-    stories = engine.run_many([TextQuery(np.array([1]), own) for own in params])
-    written = np.concatenate([np.append(1, story.tokens) for story in stories])
-    recipe = EagleRecipe("mtp", 3, None, 64, 8, 16, Schedule(6, 3e-3, weight_decay=0.0))
-    cut = len(written) * 9 // 10
-    train_mtp(model, written[:cut], written[cut:], tmp_path, OPTIONS, recipe)
-    prompts = [np.array([1, 403, 407, 261, 378]), np.array([1])]
-    drafter = mtp_drafter(load_mtp(tmp_path, model), model)
-    assert accepted_per_draft(model, drafter, prompts, max_tokens=60) > 0.8
