@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -170,6 +171,7 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     text.prefills = cuda_prefills(
         runner, kv, model, config.graphs, config.prefill_limits, TEXT_PREFILL_BUCKETS
     )
+    text.step_sizes = Counter() if config.count_steps else None
     step_tokens = SCORE_TOKENS[runner.pool.keys.device.type]
     engine.schedulers["text_scores"] = RoundScheduler(
         runner, kv, step_tokens, ADMITTED_STEPS * step_tokens

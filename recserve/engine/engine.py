@@ -260,6 +260,7 @@ class Engine:
         # Caches that schedulers share count once.
         caches = list({id(scheduler.kv): scheduler.kv for scheduler in schedulers}.values())
         drafts = {name: own for one in schedulers for name, own in one.draft_health().items()}
+        counted = [one.step_sizes for one in schedulers if one.step_sizes is not None]
         for name, strategy in list(self._strategies.items()):
             if strategy.policy is not None:
                 own = strategy.policy.health()
@@ -282,6 +283,7 @@ class Engine:
             unrecorded=[name for _, graphs in sets for name in graphs.missing],
             drafts=drafts,
             device=schedulers[0].runner.pool.keys.device.type,
+            step_tokens=dict(counted[0]) if counted else None,
         )
 
     def step(self) -> bool:

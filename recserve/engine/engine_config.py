@@ -35,6 +35,8 @@ class EngineConfig:
         invariant: Makes every bit of a result independent of other requests, drafts and the cache
             (see engine/invariance.py). It needs packed models on a CPU and offers only the
             strategies that allow it.
+        count_steps: Counts the tokens of each step of the language model, for
+            `EngineStats.step_tokens`.
     """
 
     page_size: int = 16
@@ -49,6 +51,7 @@ class EngineConfig:
     search_limits: SearchLimits = SearchLimits()
     prefill_limits: CaptureLimits = PREFILL_LIMITS
     invariant: bool = False
+    count_steps: bool = False
 
     @property
     def item_graph_bytes(self) -> int:

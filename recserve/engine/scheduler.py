@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
@@ -91,6 +91,8 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         kv: Pages and cached prefixes of the model. Several schedulers may share them.
         delays_background: Whether a background request waits until nothing runs here.
         lost: Why the device fails every call. None while it works. The engine then ends.
+        step_sizes: Steps of texts by their number of tokens (engine/stats.py). None does not
+            count them.
     """
 
     delays_background: ClassVar[bool] = False
@@ -99,6 +101,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """Shares `kv` with another scheduler of the same runner, if given."""
         self.runner, self.kv = runner, kv or KVCache(runner.pool)
         self.lost: DeviceLost | None = None
+        self.step_sizes: Counter[int] | None = None
         self._results: list[tuple[SequenceT, Any]] = []
         self._suspects: deque[SequenceT] = deque()
         self._cleared: deque[SequenceT] = deque()

@@ -32,6 +32,9 @@ class EngineStats:
         drafts: Acceptance of recent drafts, by drafter or strategy. A strategy with several
             drafters has an entry for each: its name, a space, and the drafter's.
         device: Type of the device.
+        step_tokens: Steps in which the language model wrote a token, by their number of tokens:
+            those written, and the prompts of the texts that got their first one. None unless
+            `EngineConfig.count_steps` is set.
     """
 
     queue_depth: int
@@ -51,3 +54,4 @@ class EngineStats:
     unrecorded: Seq[str] = ()
     drafts: Mapping[str, DraftHealth] = field(default_factory=dict)
     device: str = "cpu"
+    step_tokens: Mapping[int, int] | None = None

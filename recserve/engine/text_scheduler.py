@@ -271,6 +271,19 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         slots = prefixes.slots_after(tree)
         return TreeBatch(tree, None, slots, prefixes, inputs=NodeInputs(tree.tokens))
 
+    def _compute(
+        self, chunks: Seq[Chunk[TextSequence]], trees: Seq[TextGroup], began: float
+    ) -> None:
+        """Runs one forward pass, and counts its tokens where `step_sizes` asks for it."""
+        if self.step_sizes is None:
+            super()._compute(chunks, trees, began)
+            return
+        texts = [text for group in trees for text in group.sequences]
+        tokens = -sum(len(text.context.tokens) for text in texts if text.timing.forwards)
+        super()._compute(chunks, trees, began)
+        if texts:
+            self.step_sizes[tokens + sum(len(text.context.tokens) for text in texts)] += 1
+
     def forward(self, parts: Seq[TreeBatch]) -> list[StepStates]:
         """Returns the states of each part, with those between layers that drafters read."""
         drafters = [text.drafter for text in self.running]

@@ -144,6 +144,8 @@ class Gauges:
         prefix_tokens: Prefix tokens, by whether the prefix cache held them.
         slots_total: Tokens that the KV pool holds, for vLLM's names.
         context: Tokens of the language model's context, for vLLM's names.
+        step_tokens: Steps by their number of tokens, for vLLM's names; None if they are not
+            counted.
         build: Labels of `recserve_build_info`; empty before the engine is loaded.
         slate_log: Figures of the slate log; None without one.
     """
@@ -156,6 +158,7 @@ class Gauges:
     kv_pages: Mapping[str, int] = _gauges("recserve_kv_pages", "Pages of the KV pool", "state")
     slots_total: int = _figure()
     context: int = _figure()
+    step_tokens: Mapping[int, int] | None = _figure(default=None)
     prefix_tokens: Mapping[str, int] = _counters(
         "recserve_prefix_cache_tokens",
         "Prefix tokens by whether the prefix cache held them",

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from recserve.metrics.gauges import Gauges
@@ -45,6 +50,7 @@ class _Rename:
 
 TOKENS = tuple(digit * 10**zeros for zeros in range(7) for digit in (1, 2, 5))
 FEW = (1, 2, 5, 10, 20)
+STEP_TOKENS = tuple(2**power for power in range(15))
 POSITION = {"position": "position"}
 RENAMES = (
     _Rename("recserve_first_token_seconds", "vllm:time_to_first_token_seconds"),
@@ -159,6 +165,8 @@ class VllmCollector(Collector):
             return
         fixed = {"model_name": self.model_name, "engine": "0"}
         yield from _gauges(gauges, fixed)
+        if gauges.step_tokens is not None:
+            yield _steps(gauges.step_tokens, fixed)
         yield _refusals(self.sources["recserve_errors"], fixed)
         for rename in RENAMES:
             for family in self.sources[rename.source].collect():
@@ -199,6 +207,20 @@ def _gauges(gauges: Gauges, fixed: Mapping[str, str]) -> Iterator[Metric]:
         counter = CounterMetricFamily(f"vllm:prefix_cache_{name}", text, labels=list(fixed))
         counter.add_metric(list(fixed.values()), count)
         yield counter
+
+
+def _steps(counts: Mapping[int, int], fixed: Mapping[str, str]) -> Metric:
+    """Returns the steps of the language model by their number of tokens."""
+    family = HistogramMetricFamily(
+        "vllm:iteration_tokens_total", "Tokens of a step of the engine", labels=list(fixed)
+    )
+    buckets = [
+        (bound, sum(count for tokens, count in counts.items() if tokens <= float(bound)))
+        for bound in (*[f"{bound}.0" for bound in STEP_TOKENS], "+Inf")
+    ]
+    total = sum(tokens * count for tokens, count in counts.items())
+    family.add_metric(list(fixed.values()), buckets, total)
+    return family
 
 
 def _refusals(errors: Collector, fixed: Mapping[str, str]) -> Metric:

@@ -56,7 +56,9 @@ class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
         prompt: The text; or give `messages`.
         messages: A conversation, which the chat template turns into a prompt.
         add_special_tokens: Add the tokeniser's special tokens; None adds them to a text only.
-        add_generation_prompt: End a chat's prompt with the start of the assistant's turn.
+        add_generation_prompt: End a chat's prompt with the start of the assistant's turn; None does
+            so unless the last message is continued.
+        continue_final_message: End a chat's prompt with the last message.
         chat_template_kwargs: Further variables for the chat template.
         return_token_strs: Add the tokens as the vocabulary spells them, as in vLLM.
     """
@@ -65,10 +67,10 @@ class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)] | None = None
     model: ModelName | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     return_token_strs: bool | None = None
-    continue_final_message: Any = None
+    continue_final_message: bool | None = None
     documents: Any = None
     chat_template: Any = None
     tools: Any = None

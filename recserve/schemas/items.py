@@ -36,6 +36,9 @@ MAX_FIELDS = 32
 # Values of fields in one answer: items times fields.
 MAX_FIELD_VALUES = MAX_CANDIDATES * MAX_FIELDS
 
+# The key marks token ids in schemas.
+TOKEN_ID = "x-token-id"
+
 # An integer may stand in the place of an id and a number in the place of a time, see
 # `validation.number_texts`. The key marks such texts, also in schemas, where it names the type.
 OR_TYPE = "x-or-type"

@@ -35,8 +35,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True, False), "not supported"),
     "include_stop_str_in_output": ((False,), "not supported; a stop string is never in the text"),
     "return_token_ids": ((False,), "not supported; see stream_options.include_token_sources"),
-    "continue_final_message": ((False,), "not supported; the assistant's turn begins anew"),
-    "add_generation_prompt": ((True,), "not supported; the assistant's turn follows"),
     "use_beam_search": ((False,), "not supported for texts"),
     "length_penalty": ((1,), "not supported"),
     "truncate_prompt_tokens": ((-1,), "not supported; shorten the prompt"),

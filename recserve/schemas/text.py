@@ -15,6 +15,7 @@ from recserve.bounds import MAX_ID_LENGTH
 from recserve.schemas.chat_messages import ChatMessage
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import (
+    TOKEN_ID,
     InvalidRequest,
     Name,
     RequestId,
@@ -32,7 +33,7 @@ TOP_LOGPROBS = 20
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31, extra_json_schema={TOKEN_ID: True})]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 TextTimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TEXT_TIMEOUT_MS)]
@@ -219,6 +220,9 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
         messages: The conversation.
         max_completion_tokens: Most output tokens; overrides `max_tokens`.
         chat_template_kwargs: Further variables for the chat template.
+        continue_final_message: The text continues the last message.
+        add_generation_prompt: End the prompt with the start of the assistant's turn; None does so
+            unless the last message is continued.
     """
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
@@ -238,8 +242,8 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     prediction: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: Any = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     documents: Any = None
     chat_template: Any = None
     include_reasoning: Any = None

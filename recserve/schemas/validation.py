@@ -26,7 +26,15 @@ from recserve.bounds import (
     id_of_number,
     time_of_number,
 )
-from recserve.schemas.items import ID, OR_TYPE, TIME, InvalidRequest, MissingField, UnknownField
+from recserve.schemas.items import (
+    ID,
+    OR_TYPE,
+    TIME,
+    TOKEN_ID,
+    InvalidRequest,
+    MissingField,
+    UnknownField,
+)
 from recserve.schemas.numbers import ENCODER
 
 T = TypeVar("T")
@@ -218,6 +226,9 @@ def _describe_bound(reason: str, there: Sequence[dict[str, Any]]) -> str:
             return f"expected string or integer of at most {MAX_ID_LENGTH} digits"
         if mistyped:
             return f"expected string or {others[0]}"
+    bound = reason.startswith(("Expected int >= ", "Expected int <= "))
+    if bound and any(TOKEN_ID in schema for schema in there):
+        return f"out of vocabulary; expected{reason[8:]}"
     descriptions = [schema["description"] for schema in there if "description" in schema]
     if descriptions and " matching regex " in reason:
         return f"expected {descriptions[0]}"

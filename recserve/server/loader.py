@@ -92,6 +92,7 @@ class ServiceLoader:
         if journal is None and config.bundles_dir is not None:
             journal = config.bundles_dir.resolve() / ITEMS
         engine = EngineConfig(**{name: getattr(config, name) for name in ENGINE_SETTINGS})
+        engine = replace(engine, count_steps=config.metrics_compat is not None)
         if engine.kv_bytes == "auto" and config.bundles_dir is not None:
             # The next bundle is loaded beside this one and needs memory too.
             engine = replace(engine, kv_bytes=DEFAULT_BYTES)

@@ -206,6 +206,7 @@ def _complete(schema: Any) -> None:
     - An array has `items` or `prefixItems`.
     - `items: false` is left out beside `maxItems`, which says the same.
     - A text for which a number may stand is one of two types.
+    - The mark of token ids is left out.
     """
     if isinstance(schema, dict):
         if m.OR_TYPE in schema:
@@ -213,6 +214,7 @@ def _complete(schema: Any) -> None:
             schema.clear()
             kind = text.pop(m.OR_TYPE)
             schema["anyOf"] = [text, TIME_NUMBER if kind == m.TIME else {"type": kind}]
+        schema.pop(m.TOKEN_ID, None)
         if schema.get("items") is False and "maxItems" in schema:
             del schema["items"]
         if schema.get("type") == "array" and "prefixItems" not in schema:

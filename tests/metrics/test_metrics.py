@@ -188,6 +188,21 @@ def test_vllms_histograms_count_each_request():
     assert value(found, "vllm:num_preemptions_total", **fixed) == sums["preempted"]
 
 
+def test_vllms_histogram_of_steps_counts_each_step():
+    draw = random.Random(2)
+    counts = {draw.randrange(1, 40_000): draw.randrange(1, 9) for _ in range(50)}
+    metrics = Metrics((), (), lambda: Gauges(step_tokens=counts), "story")
+    found, fixed = samples(metrics), {"model_name": "story", "engine": "0"}
+    name = "vllm:iteration_tokens_total"
+    steps = [tokens for tokens, count in counts.items() for _ in range(count)]
+    assert value(found, f"{name}_sum", **fixed) == sum(steps)
+    assert value(found, f"{name}_count", **fixed) == len(steps)
+    for (sample, labels), number in found.items():
+        if sample == f"{name}_bucket":
+            most = float(dict(labels)["le"])
+            assert number == sum(tokens <= most for tokens in steps)
+
+
 def test_vllms_counters_are_there_before_the_first_text():
     metrics = Metrics((), (), lambda: Gauges(), "story")
     found = samples(metrics)

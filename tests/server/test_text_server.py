@@ -126,10 +126,12 @@ def test_clients_that_leave_leave_no_page_behind(server, client):
 
 def test_what_serve_is_told_is_what_is_served(folder):
     config = ServerConfig(
-        llm=folder, llm_name="tiny", drafters="ngram,suffix", device="cpu", kv_bytes=2**24
+        **{"llm": folder, "llm_name": "tiny", "drafters": "ngram,suffix", "device": "cpu"},
+        **{"kv_bytes": 2**24, "metrics_compat": "vllm"},
     )
     service = ServiceLoader(config).first()
     try:
+        assert service.gauges().step_tokens == {}
         (model,) = service.models()
         assert model["id"] == "tiny" and model["recserve"]["drafters"][:2] == ["ngram", "suffix"]
         assert service.model("tiny") == model and service.alive

@@ -195,6 +195,7 @@ def test_a_text_that_cannot_fit_is_refused_unencoded(server, calls, name):
     assert error["message"].startswith(
         f"{param}: This model's maximum context length is {CONTEXT} tok"
     )
+    assert "is too large: it is longer than the model's context length" in error["message"]
     assert calls() == 0
 
 

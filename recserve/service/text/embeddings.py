@@ -98,8 +98,7 @@ class Embeddings:
         if body.messages is None:
             text, special = body.prompt or "", body.add_special_tokens is not False
         else:
-            kwargs, follows = body.chat_template_kwargs, body.add_generation_prompt
-            text = chat_text(body.messages, kwargs, self.model, follows, deadline_s)
+            text = chat_text(body, body.messages, self.model, deadline_s)
             special = bool(body.add_special_tokens)
         param = "prompt" if body.messages is None else "messages"
         self._check_count(param, self.model.tokenizer.min_tokens(text))

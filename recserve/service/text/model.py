@@ -80,6 +80,17 @@ class TextModel:
             "(context_length_exceeded)",
         )
 
+    def too_long(self, param: str, tokens: str) -> ContextExceeded:
+        """Returns the error of a text of `tokens` tokens that does not fit the context alone.
+
+        Clients of SGLang and llama.cpp recognise its words too.
+        """
+        return self.exceeded(
+            param,
+            f"this text of {tokens} tokens is too large: it is longer than the model's context "
+            "length",
+        )
+
     def list_entries(self) -> list[dict[str, Any]]:
         """Returns the model in OpenAI's form under each of its names, its own name first.
 

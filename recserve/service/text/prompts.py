@@ -16,6 +16,7 @@ import msgspec
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.schemas.chat_messages import ChatMessage, ToolCall
+from recserve.schemas.encoding import TokenizeRequest
 from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered
 from recserve.schemas.text import (
     MAX_CHOICES,
@@ -23,7 +24,6 @@ from recserve.schemas.text import (
     ChatRequest,
     CompletionRequest,
     SpeculationOptions,
-    TemplateSetting,
     TextRequest,
 )
 from recserve.service.errors import UnfitRule
@@ -117,30 +117,29 @@ def plan_chat(body: ChatRequest, model: TextModel, deadline_s: float | None = No
     """
     model.check_name(body.model)
     body.check()
-    text = chat_text(body.messages, body.chat_template_kwargs, model, deadline_s=deadline_s)
+    text = chat_text(body, body.messages, model, deadline_s)
     prompts = [_prompt("messages", text, False, model, deadline_s)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _plan(body, model, prompts, [body.most_tokens], logprobs)
 
 
 def chat_text(
+    body: ChatRequest | TokenizeRequest,
     messages: Sequence[ChatMessage],
-    settings: Mapping[str, TemplateSetting] | None,
     model: TextModel,
-    answer_follows: bool = True,
     deadline_s: float | None = None,
 ) -> str:
     """Returns the text of a conversation.
 
     Args:
+        body: The request; it says how the text ends.
         messages: The conversation.
-        settings: Further variables for the chat template.
         model: The served model.
-        answer_follows: Whether the text ends with the start of the assistant's turn.
         deadline_s: time.monotonic() value after which the text is useless; None means never.
 
     Raises:
-        InvalidRequest: If the model has no template, or the template rejects the messages.
+        InvalidRequest: If the model has no template, the template rejects the messages, or it does
+            not write the message to continue as it is.
     """
     template = model.tokenizer.template
     if template is None:
@@ -148,8 +147,22 @@ def chat_text(
             "messages",
             "this model has no chat template; use /v1/completions, or start the server with one",
         )
+    continued, follows = bool(body.continue_final_message), body.add_generation_prompt
+    if continued and follows:
+        raise InvalidRequest("continue_final_message", "needs add_generation_prompt: false")
     turns = [_turn(n, m) for n, m in enumerate(messages)]
-    return apply_template(template, "messages", turns, settings, answer_follows, deadline_s)
+    settings = body.chat_template_kwargs
+    follows = not continued if follows is None else follows
+    text = apply_template(template, "messages", turns, settings, follows, deadline_s)
+    if not continued:
+        return text
+    last = turns[-1]["content"].lstrip()
+    place = text.rfind(last.rstrip())
+    if not last or place < 0:
+        why = "the chat template does not write the text of the last message as it is"
+        raise InvalidRequest("continue_final_message", why)
+    end = last if text.startswith(last, place) else last.rstrip()
+    return text[: place + len(end)]
 
 
 def apply_template(
@@ -231,7 +244,7 @@ def check_length(param: str, text: str, model: TextModel) -> None:
     """Raises ContextExceeded for a text that cannot fit the context, before it is encoded."""
     fewest = model.tokenizer.min_tokens(text)
     if fewest > model.context:
-        raise model.exceeded(param, f"this text takes at least {fewest}")
+        raise model.too_long(param, f"at least {fewest}")
 
 
 def check_deadline(deadline_s: float | None) -> None:
@@ -273,7 +286,7 @@ def encode_text(
     else:
         check_tokens(param, given, model)
     if len(given) > model.context:
-        raise model.exceeded(param, f"this text takes {len(given)}")
+        raise model.too_long(param, f"{len(given)}")
     return given
 
 
@@ -353,7 +366,8 @@ def _sampling(
     """
     room = model.context - len(prompt.tokens)
     if room < (1 if max_tokens is None else max_tokens):
-        limit = "" if max_tokens is None else f", max_tokens is {max_tokens}"
+        name = "max_completion_tokens" if isinstance(body, ChatRequest) else "max_tokens"
+        limit = "" if max_tokens is None else f" and {name} is too large: {max_tokens}"
         raise model.exceeded(
             "max_tokens" if room >= 1 else prompt.param,
             f"{prompt.param} takes {len(prompt.tokens)}{limit}",
@@ -364,7 +378,7 @@ def _sampling(
     bias, stops = body.biases(), body.stop_token_ids or []
     if unknown := [token for token in bias if token >= model.vocab_size]:
         names = ", ".join(map(str, unknown[:MAX_NAMED]))
-        expected = f"expected token ids below {model.vocab_size}, got {names}"
+        expected = f"expected token ids below {model.vocab_size}, got {names}, out of vocabulary"
         raise InvalidRequest(f"logit_bias.{unknown[0]}", expected)
     check_tokens("stop_token_ids", stops, model)
     temperature = _or(body.temperature, 1.0)

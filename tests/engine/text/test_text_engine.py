@@ -20,6 +20,7 @@ from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafters.none import NoDrafter
+from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference
@@ -474,3 +475,27 @@ def test_a_draft_leaves_room_for_the_token_after_it(limit, max_tokens, room):
     )
     assert text.budget(64).depth == room
     assert text.budget(2).depth == min(room, 2)
+
+
+@pytest.mark.parametrize(("drafter", "pages"), [("none", 200), ("none", 30), ("suffix", 200)])
+def test_steps_are_counted_by_their_tokens(drafter, pages, model):
+    """Drawn texts; each prompt comes twice, so that the second finds it in the cache."""
+    engine = engine_for(model, pages, {"suffix": SuffixDrafter()}, count_steps=True)
+    lengths = np.random.default_rng(pages).integers(1, 20, 8).tolist()
+    texts = [
+        engine.run(TextQuery(prompt, SamplingParams(max_tokens=most), Speculation(drafter)))
+        for prompt, most in zip(prompts(4) * 2, lengths[:4] * 2, strict=True)
+    ]
+    alone = dict(engine.stats().step_tokens)
+    if drafter == "none":  # alone, each step writes one token
+        assert sum(alone.values()) == sum(len(text.tokens) for text in texts)
+    texts += engine.run_many(
+        [
+            TextQuery(prompt, SamplingParams(max_tokens=most), Speculation(drafter))
+            for prompt, most in zip(prompts(8), lengths, strict=True)
+        ]
+    )
+    tokens = sum(len(text.tokens) for text in texts) + sum(map(len, [*prompts(4) * 2, *prompts(8)]))
+    found = engine.stats().step_tokens
+    assert sum(size * count for size, count in found.items()) == tokens
+    assert engine_for(model).stats().step_tokens is None

@@ -206,3 +206,58 @@ def test_the_longer_of_query_and_text_is_named(server, seed):
             assert (said["code"], said["param"]) == expected, said
     long = {"query": "q", "documents": ["a"], "instruction": TOO_LONG}
     assert server.post("/v1/rerank", json=long).json()["error"]["param"] == "instruction"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_message_of_a_chat_is_continued(server, seed):
+    """Its text ends the prompt: without what the template writes after it, or blanks it strips."""
+    if not server.templated:
+        pytest.skip("chats need a template")
+    draw = random.Random(seed)
+    said = "".join(draw.choices("ab c", k=8)).strip() + "d" + draw.choice(["", " ", "\n"])
+    chat = {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": said}]}
+
+    def prompt(**fields):
+        answer = server.post("/tokenize", json={**chat, **fields})
+        return answer.json()["tokens"] if answer.status_code == 200 else answer.json()["error"]
+
+    whole, continued = prompt(add_generation_prompt=False), prompt(continue_final_message=True)
+    assert whole[: len(continued)] == continued and len(whole) > len(continued)
+    text = server.post("/detokenize", json={"tokens": continued}).json()["prompt"]
+    assert text.endswith(said) and text.count(said) == 2
+    assert prompt(continue_final_message=True, add_generation_prompt=False) == continued
+    refused = prompt(continue_final_message=True, add_generation_prompt=True)
+    assert refused["param"] == "continue_final_message"
+    written = {"max_tokens": 6, "temperature": 0}
+    body = {**chat, **written, "continue_final_message": True}
+    answer = server.post("/v1/chat/completions", json=body).json()
+    same = server.post("/v1/completions", json={"prompt": continued, **written}).json()
+    assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == len(continued)
+
+
+TOKEN_DOORS = {  # field: route, and the other fields
+    "prompt": ("/v1/completions", {}),
+    "stop_token_ids": ("/v1/completions", {"prompt": "a"}),
+    "input": ("/v1/embeddings", {}),
+    "query": ("/generative_scoring", {"items": ["a"], "label_token_ids": [7]}),
+    "label_token_ids": ("/generative_scoring", {"query": "a", "items": ["a"]}),
+    "tokens": ("/detokenize", {}),
+}
+
+
+@pytest.mark.parametrize("field", [*TOKEN_DOORS, "logit_bias"])
+def test_a_token_outside_of_the_vocabulary_is_named(server, field):
+    draw = random.Random(field)
+    route, others = TOKEN_DOORS.get(field, ("/v1/completions", {"prompt": "a"}))
+    for unknown in (VOCABULARY, draw.randrange(VOCABULARY, 10**9), -draw.randrange(1, 2**70)):
+        if field == "logit_bias" and unknown < 0:
+            continue  # such a key is no token id
+        tokens = draw.sample(range(VOCABULARY), 3)
+        tokens[place := draw.randrange(3)] = unknown
+        given = dict.fromkeys(map(str, tokens), 1) if field == "logit_bias" else tokens
+        answer = server.post(route, json={**others, field: given})
+        said = answer.json()["error"]
+        expected = f"{field}.{unknown}" if field == "logit_bias" else f"{field}[{place}]"
+        assert (said["code"], said["param"]) == ("out_of_range", expected)
+        assert f"got {unknown}" in said["message"] and "out of vocabulary" in said["message"]
