@@ -282,7 +282,7 @@ def vocabulary_limit(vocabulary: int) -> str:
 
     limits = TextStepLimits()
     found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
-    steps = [StepBucket(shape, StepKind(everything=True)) for shape in limits.shapes]
+    steps = [StepBucket(shape, StepKind(all_parameters=True)) for shape in limits.shapes]
     large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
     size = f"{limits.bytes / 2**20:.0f} MiB"
     if not large:

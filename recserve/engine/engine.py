@@ -38,7 +38,7 @@ from recserve.speculation.drafter import Drafter
 log = logging.getLogger(__name__)
 
 
-class StepWatch:
+class StepTimer:
     """The time since the engine's last sign of progress. One thread notes it, any thread reads it.
 
     A step that hangs, for example in a kernel that never ends, makes `seconds` grow.
@@ -87,7 +87,7 @@ class Engine:
         self._closing = False
         self.stopped_by: BaseException | None = None
         self._cancelled = Cancellations()
-        self._watch = StepWatch()
+        self._timer = StepTimer()
 
     @overload
     def submit(self, request: Request) -> Future[Result]: ...
@@ -230,7 +230,7 @@ class Engine:
     @property
     def stalled_s(self) -> float:
         """Seconds for which the running step has not ended; 0 while nothing runs."""
-        return self._watch.seconds
+        return self._timer.seconds
 
     @property
     def alive(self) -> bool:
@@ -335,21 +335,21 @@ class Engine:
                 self.stopped_by = error
             self._abandon(EngineStopped("the engine has stopped"))
         finally:
-            self._watch.idle()
+            self._timer.idle()
 
     def _serve(self) -> None:
         """Steps until the engine is closed."""
         while True:
             with self._changed:
                 while not (self.queue or self.queue.background or self._closing):
-                    self._watch.idle()
+                    self._timer.idle()
                     self._changed.wait()
                 if self._closing and not self.queue:
                     return
-            self._watch.note_step()
+            self._timer.note_step()
             with torch.inference_mode():
                 while self._step():
-                    self._watch.note_step()
+                    self._timer.note_step()
 
     def _abandon(self, error: EngineStopped) -> None:
         """Fails all requests, of which none can get a result any more."""
@@ -370,7 +370,7 @@ class Engine:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
         elif name not in methods:
             raise ValueError(f"strategy is {name!r}; choose one of {self.selectable}")
-        future = self._cancelled.watch(ResultFuture[Any]())
+        future = self._cancelled.track(ResultFuture[Any]())
         sequence: Sequence = self.schedulers[model].sequence_of(
             request, future, methods[name], model
         )

@@ -341,7 +341,7 @@ class Cancellations:
     def __init__(self) -> None:
         self._pending = False
 
-    def watch(self, future: Future[ResultT]) -> Future[ResultT]:
+    def track(self, future: Future[ResultT]) -> Future[ResultT]:
         """Records the future's cancellation when it happens. Returns the same future."""
         future.add_done_callback(self._note)
         return future

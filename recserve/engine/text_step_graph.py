@@ -153,12 +153,12 @@ class StepKind:
     """What a captured step does, regardless of its shape.
 
     Attributes:
-        everything: Whether texts may have all sampling parameters, or a temperature only.
+        all_parameters: Whether texts may have all sampling parameters, or a temperature only.
         drafter: The drafter whose heads end the step. None without heads.
         rule: Acceptance rule: SAMPLE, REJECTION or MIXED.
     """
 
-    everything: bool
+    all_parameters: bool
     drafter: str | None = None
     rule: str = SAMPLE
 
@@ -183,13 +183,13 @@ class StepBucket:
         other than `sample`.
         """
         kind = self.kind
-        size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if kind.everything else ''}"
+        size = f"{self.shape.nodes}x{self.shape.sequences}{'+' if kind.all_parameters else ''}"
         name = kind.drafter if kind.rule == SAMPLE else kind.rule
         return size if name is None else f"{size} {name}"
 
     def bytes(self, vocabulary: int) -> int:
         """Returns the memory of the step's tensors that grow with the vocabulary."""
-        plain = self.kind.rule == SAMPLE and not self.kind.everything
+        plain = self.kind.rule == SAMPLE and not self.kind.all_parameters
         return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
 
 
@@ -448,15 +448,15 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         hold as many nodes as chains have.
         """
         sampled = [
-            StepBucket(shape, StepKind(everything, drafter))
+            StepBucket(shape, StepKind(all_parameters, drafter))
             for drafter in (None, *self._heads)
-            for everything in (False, True)
+            for all_parameters in (False, True)
             for shape in shapes
             if drafter is None or shape.depth
         ]
         rejected = [
-            StepBucket(shape, StepKind(everything, rule=REJECTION))
-            for everything in (False, True)
+            StepBucket(shape, StepKind(all_parameters, rule=REJECTION))
+            for all_parameters in (False, True)
             for shape in shapes
             if self._draws and shape.for_chains
         ]
@@ -474,7 +474,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             self.token_counts,
             self._last_hidden,
             bucket,
-            capacity=self.capacity if kind.everything else None,
+            capacity=self.capacity if kind.all_parameters else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],
             draft_values=self._probs_buffer(bucket.shape) if drawn else None,
             readers=self._readers,
@@ -520,18 +520,18 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         drawn = group.rule != SAMPLE and any(draft.probs is not None for draft in group.drafts)
         if drawn and self._draft_values is None:
             return "drawn"
-        everything = self._needs_everything(group)
-        if everything is None:
+        all_parameters = self._needs_all_parameters(group)
+        if all_parameters is None:
             return "parameters"
         texts, depth = len(group.sizes), group.depth
         nodes = texts + sum(group.sizes)
-        for kind in self._kinds(group, everything):
+        for kind in self._kinds(group, all_parameters):
             for graph in self._by_kind.get(kind, ()):
                 if graph.shape.holds(texts, nodes, depth):
                     return graph
         return "size"
 
-    def _needs_everything(self, group: TextGroup) -> bool | None:
+    def _needs_all_parameters(self, group: TextGroup) -> bool | None:
         """Returns whether texts have parameters besides the temperature, or None if over
         capacity.
 
@@ -545,7 +545,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             self._parameter_check = group.table, needs
         return needs
 
-    def _kinds(self, group: TextGroup, everything: bool) -> list[StepKind]:
+    def _kinds(self, group: TextGroup, all_parameters: bool) -> list[StepKind]:
         """Returns the kinds that can run a group, from the least additional work to the most.
 
         Kinds with heads are included if the heads belong to all texts with drafts.
@@ -554,14 +554,14 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             mixed = [StepKind(True, rule=MIXED)]
             if group.rule not in GREEDY_COMPATIBLE:
                 return mixed
-            return [StepKind(everything, rule=REJECTION), *mixed]
-        kinds = [StepKind(everything)]
+            return [StepKind(all_parameters, rule=REJECTION), *mixed]
+        kinds = [StepKind(all_parameters)]
         if self._names and group.depth:
             drafted = zip(group.sequences, group.sizes, strict=True)
             drafters = {id(text.drafter) for text, size in drafted if size}
             name = self._names.get(drafters.pop()) if len(drafters) == 1 else None
             if name is not None:
-                kinds.insert(0, StepKind(everything, name))
+                kinds.insert(0, StepKind(all_parameters, name))
         return kinds
 
 

@@ -11,7 +11,7 @@ from recserve.core.finite import NotFinite
 from recserve.core.request import SlateQuery
 from recserve.engine import scheduler as scheduler_module
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.engine import StepWatch
+from recserve.engine.engine import StepTimer
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.request_queue import Departures
 from recserve.engine.runner import DeviceLost, Runner
@@ -275,16 +275,16 @@ def test_a_hanging_step_shows(monkeypatch):
 
 def test_step_watch_counts_from_the_last_sign_of_progress():
     now = [10.0]
-    watch = StepWatch(lambda: now[0])
-    assert watch.seconds == 0
-    watch.note_step()
+    timer = StepTimer(lambda: now[0])
+    assert timer.seconds == 0
+    timer.note_step()
     now[0] = 13.0
-    assert watch.seconds == 3
-    watch.note_step()
-    assert watch.seconds == 0
-    watch.idle()
+    assert timer.seconds == 3
+    timer.note_step()
+    assert timer.seconds == 0
+    timer.idle()
     now[0] = 99.0
-    assert watch.seconds == 0
+    assert timer.seconds == 0
 
 
 def test_retry_after_follows_what_left_the_queue_lately():
