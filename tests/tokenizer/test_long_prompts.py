@@ -236,7 +236,7 @@ def test_a_text_at_the_bound_is_encoded_to_know(server, calls):
     answer = server.post("/v1/completions", json={"prompt": at_bound})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert f"takes {len(at_bound)}" in answer.json()["error"]["message"]
+    assert f"of {len(at_bound)} tokens" in answer.json()["error"]["message"]
     assert calls() == 1
 
 
