@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.campaign.site import LLM_NAME
-from recserve.experiments.load import Call, HttpExchange, LoadOptions, Shot, drive
-from recserve.experiments.targets import TARGETS, Target, Text
+from recserve.load.generator import Call, HttpExchange, LoadOptions, Shot, drive
+from recserve.load.targets import TARGETS, Target, Text
 from tests.support.tiny_bundle import NUM_ITEMS
 
 Body = dict[str, object]

@@ -24,7 +24,6 @@ import numpy as np
 import pyarrow.parquet as pq
 from scipy import stats
 
-from recserve.experiments.session import this_machine
 from recserve.experiments.statistics import (
     STATISTICS,
     Observations,
@@ -34,6 +33,7 @@ from recserve.experiments.statistics import (
     difference_time,
     time_blocks,
 )
+from recserve.load.session import this_machine
 
 STRETCH = 500  # mean length of a resampled stretch, in shots
 ALPHA = 0.05

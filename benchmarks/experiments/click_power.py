@@ -32,7 +32,7 @@ from recserve.experiments.conversions import (
     compare_teams,
     plan_experiment,
 )
-from recserve.experiments.session import this_machine
+from recserve.load.session import this_machine
 
 STEP = 1.015  # of the answers between two looks
 FIRST = 100  # answers before the first look

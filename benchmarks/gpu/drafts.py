@@ -28,22 +28,22 @@ import torch
 from torch import nn
 
 from benchmarks.support.timing import machine
+from recserve.drafters.eagle.drafter import EagleDrafter
+from recserve.drafters.eagle.network import Eagle, EagleConfig
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
+from recserve.drafters.shared.rank_tree import RankTree, best_tree
+from recserve.drafters.specformer.drafter import SpecformerDrafter
+from recserve.drafters.specformer.network import Specformer, SpecformerConfig
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.eagle import Eagle, EagleConfig
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.specformer import Specformer, SpecformerConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.speculation.completion import Completion, SpeculationCounts, TextQuery
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext
-from recserve.speculation.drafters.eagle import EagleDrafter
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.rank_tree import RankTree, best_tree
-from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.token_paths import mean_accept_length
 from tests.support.walking_model import draw_walk, walk

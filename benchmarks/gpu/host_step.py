@@ -29,6 +29,8 @@ from benchmarks.gpu.text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
 from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
 from benchmarks.support.timing import machine
 from recserve.core.request import SlateQuery
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.engine.beam_search_graph import SearchShape
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.capture import EagerRecorder
@@ -40,8 +42,6 @@ from recserve.engine.text_step import StepOutputs
 from recserve.engine.text_step_graph import SHAPES, TextStepGraphs, TextStepLimits
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.walking_model import drawn_language_model
 

@@ -22,6 +22,8 @@ import torch
 from benchmarks.gpu.checks import Task, spoil
 from benchmarks.support.failures import attempted, complaints, failure, once
 from benchmarks.support.timing import Deadline, back_to_back_milliseconds
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.engine import Engine
@@ -29,12 +31,10 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step_graph import SHAPES, StepShape, TextStepGraphs, TextStepLimits
 from recserve.kernels.host import on_device
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
-from recserve.speculation.drafters.medusa import MedusaDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.walking_model import drawn_language_model, walk
 

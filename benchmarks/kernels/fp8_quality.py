@@ -25,6 +25,9 @@ from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.bundle_slates import BundleSlates
+from recserve.evaluation.cases import leave_one_out_cases
 from recserve.kernels.cache.fp8 import FP8
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
@@ -35,9 +38,6 @@ from recserve.models.loading import load_language_model
 from recserve.service.model_loader import load_heads
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
-from recserve.training.evaluation.bundle_slates import BundleSlates
-from recserve.training.evaluation.cases import leave_one_out_cases
 
 BATCH = 256
 

@@ -26,15 +26,15 @@ from benchmarks.kernels.fp8_quality import BATCH, predictions, written
 from benchmarks.support.timing import machine
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.bundle_slates import BundleSlates
+from recserve.evaluation.cases import leave_one_out_cases
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.service.model_loader import load_models
 from recserve.service.snapshot import Snapshot
 from recserve.tokenizer.tokenizer import TextTokenizer
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
-from recserve.training.evaluation.bundle_slates import BundleSlates
-from recserve.training.evaluation.cases import leave_one_out_cases
 
 CPU = torch.device("cpu")
 # name: type of the activations, and format of the weights

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.support.timing import machine
+from recserve.doctor import kernel_comparison
+from recserve.doctor.kernel_comparison import compare_kernels
 from recserve.kernels.native.processor import LEVELS, missing_flags, settings
-from recserve.service import kernel_comparison
-from recserve.service.kernel_comparison import compare_kernels
 
 SLOWEST = 1 / 1.1
 

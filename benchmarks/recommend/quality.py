@@ -27,13 +27,13 @@ from matplotlib.figure import Figure
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.kernels.native.processor import processor
-from recserve.training.evaluation.evaluation import (
+from recserve.evaluation.evaluation import (
     BASELINES,
     EvaluationOptions,
     evaluate_bundle,
 )
-from recserve.training.evaluation.untrained import UNTRAINED
+from recserve.evaluation.untrained import UNTRAINED
+from recserve.kernels.native.processor import processor
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.recommender import CODES, ITEMS, ITEMS_MASKED, train_recommender
 from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec

@@ -30,7 +30,7 @@ from rectools.models import SASRecModel
 from rectools.models.nn.transformers.similarity import DistanceSimilarityModule
 from torch import Tensor
 
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
 
 CUTOFFS = (5, 10)
 

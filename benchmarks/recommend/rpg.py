@@ -28,6 +28,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, Request, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
+from recserve.evaluation.cases import leave_one_out_cases
 from recserve.features.tables.encoding import history_tokens, window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
 from recserve.kernels.item_graph import GraphWalk, ItemGraph, best_of_all, rows_of, search
@@ -36,7 +37,6 @@ from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategies.rpg import NUM_RECENT_ITEMS, WALK_STEPS, latest_items
-from recserve.training.evaluation.cases import leave_one_out_cases
 
 TOP = 10
 BATCH = 64

@@ -15,6 +15,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.evaluation.cases import leave_one_out_cases
 from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
@@ -24,7 +25,6 @@ from recserve.models.recommender import Recommender, load_recommender
 from recserve.search.strategy import Heads
 from recserve.service.auto_strategy import AUTO, BEAM, StrategyChooser
 from recserve.service.model_loader import item_index, load_heads
-from recserve.training.evaluation.cases import leave_one_out_cases
 
 HISTORY_TOKENS = 200
 RETRIEVER: dict[str, Any] = {

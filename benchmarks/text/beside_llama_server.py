@@ -21,10 +21,10 @@ from statistics import median
 
 from benchmarks.support.baselines.llama_cpp import write_gguf
 from benchmarks.support.baselines.llama_server import llama_server, running
-from recserve.experiments.load import Arm, Design
-from recserve.experiments.measurements import ArmSummary
-from recserve.experiments.session import Workload, run_session, this_machine
-from recserve.experiments.targets import find_target
+from recserve.load.generator import Arm, Design
+from recserve.load.measurements import ArmSummary
+from recserve.load.session import Workload, run_session, this_machine
+from recserve.load.targets import find_target
 from recserve.models.loading import load_language_model
 
 HEAD = "| at once | server | requests | first token p50 ms | per token p50 ms | tokens/s |"

@@ -40,16 +40,16 @@ from benchmarks.text.comparison_training import (
 )
 from benchmarks.text.drafters import Method, Tally
 from benchmarks.text.trained_models import PLAIN, passages
+from recserve.drafters.registry import (
+    build_drafter,
+    drafter_classes,
+    weightless_drafters,
+)
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import Completion, TextQuery
-from recserve.speculation.drafters.registry import (
-    build_drafter,
-    drafter_classes,
-    weightless_drafters,
-)
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.speculation.verifiers.sample import SampleRule

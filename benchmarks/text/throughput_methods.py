@@ -16,11 +16,11 @@ from benchmarks.support.baselines.llama_cpp import LlamaCpp, write_gguf
 from benchmarks.support.baselines.oracle import Oracle, OracleCandidates, OracleDrafter
 from benchmarks.support.runs import CLOCKS
 from benchmarks.text.text_runs import Written
+from recserve.drafters.ngram import NgramDrafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TextCommit, TextQuery
-from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 DRAFTED = 5

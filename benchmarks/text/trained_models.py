@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from recserve.drafters.registry import build_drafter
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.registry import build_drafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.language_model import read_texts
 

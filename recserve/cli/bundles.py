@@ -166,15 +166,15 @@ def evaluate(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)  # fails now instead of after minutes
     from recserve.bundle.bundle import Bundle
-    from recserve.training.baselines import BaselineComparison, compare_with_baselines
-    from recserve.training.card import make_card
-    from recserve.training.evaluation.cases import SAMPLE_SEED
-    from recserve.training.evaluation.evaluation import (
+    from recserve.evaluation.cases import SAMPLE_SEED
+    from recserve.evaluation.evaluation import (
         Evaluation,
         EvaluationOptions,
         evaluate_bundle,
     )
-    from recserve.training.evaluation.fidelity import compare_strategies
+    from recserve.evaluation.fidelity import compare_strategies
+    from recserve.training.baselines import BaselineComparison, compare_with_baselines
+    from recserve.training.card import make_card
     from recserve.training.options import TrainOptions
     from recserve.training.time_split import TimeSplit, past_bundle
 

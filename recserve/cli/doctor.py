@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from recserve import cores
+from recserve.doctor.finding import Finding
 from recserve.extras import install_advice
-from recserve.service.finding import Finding
 
 if TYPE_CHECKING:
     from recserve.engine.stats import EngineStats
@@ -145,14 +145,14 @@ def _threads(count: int) -> str:
 
 def check_kernels() -> Finding:
     """Says whether C or torch computes on this CPU."""
-    from recserve.service.kernel_report import rule
+    from recserve.doctor.kernel_report import rule
 
     return Finding("kernels", "ok", rule())
 
 
 def check_measured_kernels() -> Finding:
     """Compares C and torch on this CPU, for the work of a small model."""
-    from recserve.service.kernel_report import measured
+    from recserve.doctor.kernel_report import measured
 
     return Finding("measured kernels", "ok", measured())
 
@@ -173,8 +173,8 @@ def check_served_kernels(
 ) -> Finding:
     """Lists the kernel of every product and of the attention of these models."""
     from recserve.bundle.bundle import Bundle
+    from recserve.doctor.kernel_report import kernels_in_use
     from recserve.engine.build import EngineModels, build_engine
-    from recserve.service.kernel_report import kernels_in_use
     from recserve.service.model_loader import load_models, resolve_device
     from recserve.service.snapshot import Snapshot
     from recserve.service.text.loader import TextSettings, load_text

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from recserve.experiments.load import LoadProgress
-    from recserve.experiments.measurements import TextSummary
-    from recserve.experiments.report import ReportDocument
+    from recserve.load.generator import LoadProgress
+    from recserve.load.measurements import TextSummary
+    from recserve.load.report import ReportDocument
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ def progress() -> Iterator[Callable[[str, LoadProgress | None], None]]:
 
 def write(result: ReportDocument, report: Path | None, as_json: bool) -> None:
     """Prints the result, and writes the page where one is wanted."""
-    from recserve.experiments.report import page, to_json
+    from recserve.load.report import page, to_json
 
     if as_json:
         typer.echo(to_json(result).decode())

@@ -13,7 +13,7 @@ from recserve.cli.experiment_output import run, write
 from recserve.cli.flags import json_value
 
 if TYPE_CHECKING:
-    from recserve.experiments.session import Workload
+    from recserve.load.session import Workload
 
 UrlArgument = Annotated[str, typer.Argument(help="Address of the server: http://127.0.0.1:8080.")]
 DataFlag = Annotated[
@@ -91,11 +91,11 @@ def bench(
     as_json: JsonFlag = False,
 ) -> None:
     """Drive load on a running server and report latencies, tokens and slates."""
-    from recserve.experiments.comparison import Criteria
-    from recserve.experiments.load import Arm, Design
-    from recserve.experiments.measurements import write_records
-    from recserve.experiments.report import make_document
-    from recserve.experiments.session import compare_with_saved, read_records, run_session
+    from recserve.load.comparison import Criteria
+    from recserve.load.generator import Arm, Design
+    from recserve.load.measurements import write_records
+    from recserve.load.report import make_document
+    from recserve.load.session import compare_with_saved, read_records, run_session
 
     workload = make_workload(locals())
     arms = [Arm(name="server", url=url.rstrip("/"))]
@@ -170,11 +170,11 @@ def ab(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare configurations of a running server on one stream of requests."""
-    from recserve.experiments.comparison import Criteria
-    from recserve.experiments.load import Design, parse_arm
-    from recserve.experiments.measurements import write_records
-    from recserve.experiments.report import make_document
-    from recserve.experiments.session import compare_session, run_session
+    from recserve.load.comparison import Criteria
+    from recserve.load.generator import Design, parse_arm
+    from recserve.load.measurements import write_records
+    from recserve.load.report import make_document
+    from recserve.load.session import compare_session, run_session
 
     workload = make_workload(locals())
     arms = [parse_arm(one, url.rstrip("/")) for one in arm]
@@ -207,10 +207,10 @@ def make_workload(flags: dict[str, Any]) -> Workload:
     Raises:
         BadParameter: If a flag does not fit the others.
     """
-    from recserve.experiments.datasets import UserOptions, read_samples
-    from recserve.experiments.load import LoadOptions
-    from recserve.experiments.session import Workload
-    from recserve.experiments.targets import find_target
+    from recserve.load.datasets import UserOptions, read_samples
+    from recserve.load.generator import LoadOptions
+    from recserve.load.session import Workload
+    from recserve.load.targets import find_target
 
     name = flags["target"]
     users = UserOptions(max_history=flags["history"])

@@ -13,7 +13,7 @@ from recserve.cli.flags import Device, DeviceFlag, StoreFlag, yaml_list
 from recserve.kernels.linear import formats
 
 if TYPE_CHECKING:
-    from recserve.service.finding import Finding
+    from recserve.doctor.finding import Finding
 
 if TYPE_CHECKING:
     from recserve.config import ServerConfig
@@ -126,7 +126,7 @@ def _check_names(settings: ServerConfig) -> None:
 
         store_class(split_ttl(settings.store)[0])
     if settings.drafters:
-        from recserve.speculation.drafters.names import check_names, drafter_names
+        from recserve.drafters.names import check_names, drafter_names
 
         for drafter in settings.drafters:
             check_names(drafter.partition("=")[0], drafter_names())
@@ -241,9 +241,9 @@ def doctor(
 
 
 def _examine_drafter(named: str, llm: Path, texts: list[Path], device: Device) -> list[Finding]:
+    from recserve.doctor.drafter_checkup import examine_drafter
     from recserve.models.loading import load_language_model
     from recserve.service.model_loader import resolve_device
-    from recserve.service.text.drafter_checkup import examine_drafter
     from recserve.service.text.loader import unite_end_tokens
     from recserve.tokenizer.tokenizer import TextTokenizer
     from recserve.training.text.language_model import read_texts

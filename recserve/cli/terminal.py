@@ -28,7 +28,7 @@ from recserve.schemas.items import (
 )
 
 if TYPE_CHECKING:  # it would import torch, in every parent of batch workers too
-    from recserve.service.finding import Finding
+    from recserve.doctor.finding import Finding
 
 Title = Callable[[str], str | None]
 

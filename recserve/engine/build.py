@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from recserve.core.draft_policy import DepthPolicy
+from recserve.drafters.none import NoDrafter
 from recserve.engine.beam_search_graph import cuda_searches
 from recserve.engine.capture import TEXT_PREFILL_BUCKETS, cuda_prefills
 from recserve.engine.draft_proposer import text_step_cost
@@ -34,7 +35,6 @@ from recserve.search.strategies.rank import RankStrategy
 from recserve.search.strategies.text_scores import TextScoreStrategy
 from recserve.search.strategy import Heads, recommend_strategies
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.none import NoDrafter
 
 log = logging.getLogger(__name__)
 

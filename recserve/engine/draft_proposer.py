@@ -12,6 +12,7 @@ import torch
 
 from recserve.core.draft_policy import MAX_DEPTH, Cost, DepthPolicy
 from recserve.core.plugins import request_error
+from recserve.drafters.none import NoDrafter
 from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.engine.text_sequence import NO_BUDGET, TextSequence
 from recserve.kernels.cache.kv_pool import KVPool
@@ -21,7 +22,6 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, DrafterError, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, StateSpan
-from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.verifiers.registry import verifiers
 
 log = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.plugins import request_error
 from recserve.core.sequence import Sequence
+from recserve.drafters.registry import check_speculation
 from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.draft_proposer import DraftProposer
 from recserve.engine.kv_cache import KVCache
@@ -52,7 +53,6 @@ from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.draft import empty_draft
 from recserve.speculation.drafter import Drafter, TextOutcome
-from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.logits_processor import TokenCounts
 from recserve.speculation.verifiers.registry import check_rule
 

@@ -1,1 +1,1 @@
-"""Load over HTTP, A/B comparison of latencies and quality, and reports."""
+"""Experiments of a server: arms, counts, verdicts, the live page; statistics and charts."""

@@ -26,10 +26,10 @@ from torch import Tensor
 from recserve.core.plugins import Pluggable
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.tree_batch import Prefixes
-from recserve.models.drafters.open_question import CheckpointAmbiguity
 from recserve.models.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
+from recserve.speculation.open_question import CheckpointAmbiguity
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
 

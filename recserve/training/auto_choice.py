@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from recserve.bundle.bundle import Bundle
-from recserve.search.strategy import strategy_classes
-from recserve.service.auto_strategy import BEAM, StrategyChooser
-from recserve.training.evaluation.accuracy import ranks_of, user_metrics
-from recserve.training.evaluation.bundle_slates import BundleSlates
-from recserve.training.evaluation.cases import Cases, leave_one_out_cases
-from recserve.training.evaluation.evaluation import COLUMNS, make_slates
-from recserve.training.evaluation.fidelity import measure_times
-from recserve.training.evaluation.intervals import (
+from recserve.evaluation.accuracy import ranks_of, user_metrics
+from recserve.evaluation.bundle_slates import BundleSlates
+from recserve.evaluation.cases import Cases, leave_one_out_cases
+from recserve.evaluation.evaluation import COLUMNS, make_slates
+from recserve.evaluation.fidelity import measure_times
+from recserve.evaluation.intervals import (
     Figure,
     difference_interval,
     mean_interval,
     quantile_interval,
 )
+from recserve.search.strategy import strategy_classes
+from recserve.service.auto_strategy import BEAM, StrategyChooser
 from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 WEIGHTS = (0.0, 0.5, 1.0, 2.0, 5.0, 20.0, 100.0)

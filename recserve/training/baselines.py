@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from recserve.bundle.bundle import Bundle
-from recserve.models.sasrec import SasRec, load_sasrec
-from recserve.training.evaluation.accuracy import ranks_of, user_metrics
-from recserve.training.evaluation.evaluation import (
+from recserve.evaluation.accuracy import ranks_of, user_metrics
+from recserve.evaluation.evaluation import (
     COLUMNS,
     Evaluation,
     EvaluationData,
@@ -26,13 +25,14 @@ from recserve.training.evaluation.evaluation import (
     evaluate_sasrec,
     evaluate_untrained,
 )
-from recserve.training.evaluation.intervals import (
+from recserve.evaluation.intervals import (
     DIFFERENCE_METHOD,
     MEAN_METHOD,
     Figure,
     difference_interval,
 )
-from recserve.training.evaluation.untrained import UNTRAINED, UnsuitableEvents
+from recserve.evaluation.untrained import UNTRAINED, UnsuitableEvents
+from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.sasrec import PLAIN, SasRecRecipe, fit_sasrec
 

@@ -17,11 +17,9 @@ from matplotlib.figure import Figure as Picture
 from numpy.typing import NDArray
 
 from recserve.bundle.bundle import Bundle
-from recserve.features.catalog.catalog import Catalog
-from recserve.training.baselines import BaselineComparison, cutoffs_of, model_lead
-from recserve.training.evaluation.accuracy import ranks_of, user_metrics
-from recserve.training.evaluation.evaluation import COLUMNS, Evaluation, EvaluationData
-from recserve.training.evaluation.intervals import (
+from recserve.evaluation.accuracy import ranks_of, user_metrics
+from recserve.evaluation.evaluation import COLUMNS, Evaluation, EvaluationData
+from recserve.evaluation.intervals import (
     COVERAGE_METHOD,
     DIFFERENCE_METHOD,
     MEAN_METHOD,
@@ -29,6 +27,8 @@ from recserve.training.evaluation.intervals import (
     coverage,
     mean_interval,
 )
+from recserve.features.catalog.catalog import Catalog
+from recserve.training.baselines import BaselineComparison, cutoffs_of, model_lead
 from recserve.training.time_split import TimeSplit
 
 COLD_EVENTS = 5

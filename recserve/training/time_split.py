@@ -22,9 +22,9 @@ from rich.console import Console
 
 from recserve.bundle.building import rebuild_bundle
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.bundle_slates import EXHAUSTIVE
+from recserve.evaluation.evaluation import EvaluationOptions
 from recserve.features.tables.events import EventLog
-from recserve.training.evaluation.bundle_slates import EXHAUSTIVE
-from recserve.training.evaluation.evaluation import EvaluationOptions
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import recorded_recipe, train_recommender
 

@@ -3,8 +3,8 @@
 import pytest
 
 from recserve.cli import doctor
+from recserve.doctor import kernel_comparison
 from recserve.kernels.native import native, processor
-from recserve.service import kernel_comparison
 from tests.support.tiny_llm import tiny_llm
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from recserve.bundle.bundle import Bundle
 from recserve.cli import app
-from recserve.experiments import load
+from recserve.load import generator as load
 from recserve.service import Service
 from recserve.service.slate_log.reader import read_log
 from tests.support.grids import chosen

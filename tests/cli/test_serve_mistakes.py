@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from recserve.config import ConfigError, ServerConfig
-from recserve.speculation.drafters.names import drafter_names
-from recserve.speculation.drafters.registry import drafter_classes, weightless_drafters
+from recserve.drafters.names import drafter_names
+from recserve.drafters.registry import drafter_classes, weightless_drafters
 from tests.support.tiny_bundle import shared_bundle
 
 RUN = """

@@ -13,6 +13,8 @@ import torch
 
 from recserve.core.finite import NotFinite, all_finite, nonfinite_flags, without_nonfinite
 from recserve.core.request import PrefixKeys
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.ngram import NgramDrafter
 from recserve.engine.beam_search_graph import (
     BeamSearchGraphs,
     SearchLimits,
@@ -25,8 +27,6 @@ from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepL
 from recserve.kernels.cache.fp8 import parts
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import ranking, recommending, text_scores
 from tests.support.grids import chosen, covering, thin

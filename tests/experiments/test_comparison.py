@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from recserve.experiments.comparison import (
+from recserve.load.comparison import (
     Criteria,
     SampleRatio,
     check_ratio,
@@ -14,8 +14,8 @@ from recserve.experiments.comparison import (
     decide,
     percent,
 )
-from recserve.experiments.load import Run
-from recserve.experiments.measurements import SampleColumns, summarise
+from recserve.load.generator import Run
+from recserve.load.measurements import SampleColumns, summarise
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 
 NAMES = ("beam", "nezha")

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.experiments.datasets import (
+from recserve.load.datasets import (
     Sample,
     UserOptions,
     read_samples,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from recserve.experiments.calibration import lateness
-from recserve.experiments.load import (
+from recserve.load.calibration import lateness
+from recserve.load.generator import (
     Call,
     LoadOptions,
     Shot,
@@ -15,7 +15,7 @@ from recserve.experiments.load import (
     poisson_arrivals,
     trace_arrivals,
 )
-from recserve.experiments.targets import find_target
+from recserve.load.targets import find_target
 from tests.support.http_server import http_server
 
 SLATE = {"items": [{"item_id": "a"}], "timing_ms": {"total": 1.0}}

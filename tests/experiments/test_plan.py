@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from recserve.experiments.assignment import ArmSplit
-from recserve.experiments.datasets import Sample
-from recserve.experiments.load import Arm, Design, make_plan, parse_arm, sample_order
-from recserve.experiments.targets import find_target
+from recserve.load.datasets import Sample
+from recserve.load.generator import Arm, Design, make_plan, parse_arm, sample_order
+from recserve.load.targets import find_target
 
 SAMPLES = [Sample(unit=f"u{n}", history=("a",)) for n in range(50)]
 ARMS = [Arm("a", "http://one"), Arm("b", "http://two", {"strategy": "beam", "k": 5})]

@@ -8,19 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recserve.experiments.calibration import Lateness, Overhead
-from recserve.experiments.comparison import Criteria
-from recserve.experiments.load import Arm, Design
-from recserve.experiments.measurements import summarise
-from recserve.experiments.report import (
+from recserve.load.calibration import Lateness, Overhead
+from recserve.load.comparison import Criteria
+from recserve.load.generator import Arm, Design
+from recserve.load.measurements import summarise
+from recserve.load.report import (
     ReportDocument,
     make_document,
     page,
     to_json,
     without_secrets,
 )
-from recserve.experiments.session import Exactness, Session, Workload, compare_session, this_machine
-from recserve.experiments.targets import find_target
+from recserve.load.session import Exactness, Session, Workload, compare_session, this_machine
+from recserve.load.targets import find_target
 from tests.support.experiment_runs import SAMPLES, SLATE, made_run
 from tests.support.grids import covering
 

@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from recserve.experiments.comparison import Criteria, compare_arms
-from recserve.experiments.load import Run
-from recserve.experiments.measurements import TIMEOUT, SampleColumns, write_records
-from recserve.experiments.session import compare_with_saved
 from recserve.experiments.statistics import FAILED_REQUESTS
+from recserve.load.comparison import Criteria, compare_arms
+from recserve.load.generator import Run
+from recserve.load.measurements import TIMEOUT, SampleColumns, write_records
+from recserve.load.session import compare_with_saved
 from tests.support.experiment_runs import SAMPLES, made_run
 
 

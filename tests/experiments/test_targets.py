@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from recserve.experiments.datasets import Sample
-from recserve.experiments.targets import (
+from recserve.load.datasets import Sample
+from recserve.load.targets import (
     MalformedReply,
     StreamJoiner,
     find_target,

@@ -19,13 +19,13 @@ from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.evaluation.cases import leave_one_out_cases
 from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import load_self_draft
 from recserve.models.recommender import load_recommender
 from recserve.search.strategy import Heads
-from recserve.training.evaluation.cases import leave_one_out_cases
 from recserve.training.item_drafters.draft_head import DrafterRecipe, train_drafter
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import ITEMS, train_recommender

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recserve.drafters.registry import drafter_classes
 from recserve.features.history.history import StoredEvent, StoreOptions
 from recserve.features.history.stores import open_store
 from recserve.kernels.tree import from_parents
@@ -16,7 +17,6 @@ from recserve.search.strategy import strategy_classes
 from recserve.service import Service
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.drafters.registry import drafter_classes
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifier import ScoredTrees
 from recserve.speculation.verifiers import registry as rules

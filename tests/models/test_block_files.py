@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recserve.models.drafters.block import BlockConfig
-from recserve.models.drafters.block_files import load_block, save_block
-from recserve.models.drafters.block_heads import ConvConfig, MarkovConfig, SelectorConfig
+from recserve.drafters.block.files import load_block, save_block
+from recserve.drafters.block.heads import ConvConfig, MarkovConfig, SelectorConfig
+from recserve.drafters.block.network import BlockConfig
 from recserve.models.loading import UnsupportedModel
 from tests.support.block_drafter import VARIANTS, block_network
 from tests.support.published_block import (

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from recserve.drafters.eagle.files import load_eagle, read_target_layers, save_eagle
+from recserve.drafters.eagle.network import Eagle
+from recserve.drafters.eagle.questions import eagle_questions
+from recserve.drafters.mtp.files import load_mtp, save_mtp
+from recserve.drafters.shared.feature_network import LayerView
 from recserve.models.attention import Attend
 from recserve.models.config import RopeScaling
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.eagle import Eagle
-from recserve.models.drafters.eagle_files import load_eagle, read_target_layers, save_eagle
-from recserve.models.drafters.eagle_questions import eagle_questions
-from recserve.models.drafters.feature_network import LayerView
-from recserve.models.drafters.mtp_files import load_mtp, save_mtp
-from recserve.models.drafters.open_question import write_view
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
+from recserve.speculation.open_question import write_view
 from tests.support.mtp_drafter import mtp
 from tests.support.mtp_drafter import peagle as parallel
 from tests.support.published_eagle import (

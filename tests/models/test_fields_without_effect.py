@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from recserve.models.drafters.block_files import load_block
-from recserve.models.drafters.eagle_files import load_eagle
-from recserve.models.drafters.mtp_files import load_mtp
+from recserve.drafters.block.files import load_block
+from recserve.drafters.eagle.files import load_eagle
+from recserve.drafters.mtp.files import load_mtp
 from recserve.models.loading import UnsupportedModel
 from tests.support.drafter_folders import changed_copy, uneven_model, write_drawn
 

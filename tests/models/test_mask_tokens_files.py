@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recserve.models.drafters.mask_tokens_files import load_mask_tokens, save_mask_tokens
+from recserve.drafters.mask_tokens.files import load_mask_tokens, save_mask_tokens
 from tests.support.mask_tokens_drafter import mask_network
 from tests.support.text_plain import drawn_model
 

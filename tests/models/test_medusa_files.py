@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from recserve.models.drafters.medusa import MedusaHeads
-from recserve.models.drafters.medusa_files import load_accuracies, load_medusa, save_medusa
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.files import load_accuracies, load_medusa, save_medusa
+from recserve.drafters.medusa.network import MedusaHeads
+from recserve.drafters.registry import build_drafter
+from recserve.drafters.shared.rank_tree import best_tree, rank_tree
 from recserve.models.loading import UnsupportedModel
 from recserve.speculation.draft import Budget
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.rank_tree import best_tree, rank_tree
-from recserve.speculation.drafters.registry import build_drafter
 from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.paths import ROOT
 from tests.support.text_loop import tiny_model

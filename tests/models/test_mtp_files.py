@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recserve.drafters.mtp.files import load_mtp, save_mtp
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.mtp_files import load_mtp, save_mtp
 from recserve.models.loading import UnsupportedModel, load_language_model
 from recserve.models.saving import save_language_model
 from tests.support.mtp_drafter import mtp

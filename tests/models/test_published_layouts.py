@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recserve.drafters.block.files import load_block
+from recserve.drafters.eagle.files import load_eagle, save_eagle
+from recserve.drafters.mtp.files import load_mtp
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.block_files import load_block
-from recserve.models.drafters.eagle_files import load_eagle, save_eagle
-from recserve.models.drafters.mtp_files import load_mtp
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import UnsupportedModel
 from tests.support import published_block, published_eagle, published_mtp

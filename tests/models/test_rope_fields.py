@@ -5,8 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from recserve.models.drafters.block_files import load_block
-from recserve.models.drafters.eagle_files import load_eagle
+from recserve.drafters.block.files import load_block
+from recserve.drafters.eagle.files import load_eagle
 from recserve.models.loading import UnsupportedModel
 from tests.support import published_block, published_eagle
 from tests.support.published_mtp import write_folder

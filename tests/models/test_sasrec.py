@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recserve.evaluation.cases import Cases
+from recserve.evaluation.slates import sasrec_slates
 from recserve.models.sasrec import SasRec, SasRecConfig, load_sasrec, save_sasrec
-from recserve.training.evaluation.cases import Cases
-from recserve.training.evaluation.slates import sasrec_slates
 from recserve.training.recommender.sasrec import _seen_pairs
 
 VECTORS = torch.randn(9, 5, generator=torch.Generator().manual_seed(3))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from recserve.drafters.specformer.files import load_specformer, save_specformer
+from recserve.drafters.specformer.questions import specformer_questions
 from recserve.models.attention import DenseAttention
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.specformer_files import load_specformer, save_specformer
-from recserve.models.drafters.specformer_questions import specformer_questions
 from recserve.models.loading import UnsupportedModel
 from tests.support.specformer_drafter import specformer
 from tests.support.text_plain import VOCABULARY, drawn_model

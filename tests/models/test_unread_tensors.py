@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from recserve.drafters.registry import build_drafter
 from recserve.models.attention import DenseAttention
 from recserve.models.loading import UnsupportedModel, load_language_model
-from recserve.speculation.drafters.registry import build_drafter
 from tests.support.drafter_folders import uneven_model, write_drawn
 from tests.support.model_folders import drawn
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from recserve.models.drafters.block_files import load_block
-from recserve.models.drafters.eagle_files import load_eagle
-from recserve.models.drafters.mask_tokens_files import load_mask_tokens
-from recserve.models.drafters.medusa_files import load_medusa
-from recserve.models.drafters.mtp_files import load_mtp
-from recserve.models.drafters.specformer_files import load_specformer
+from recserve.doctor.drafter_kind import drafter_files
+from recserve.drafters.block.files import load_block
+from recserve.drafters.eagle.files import load_eagle
+from recserve.drafters.mask_tokens.files import load_mask_tokens
+from recserve.drafters.medusa.files import load_medusa
+from recserve.drafters.mtp.files import load_mtp
+from recserve.drafters.specformer.files import load_specformer
 from recserve.models.loading import UnsupportedModel, load_language_model
 from recserve.models.saving import save_language_model
-from recserve.service.text.drafter_kind import drafter_files
 from recserve.service.text.loader import TextSettings, load_text, open_drafters
 from recserve.tokenizer.template_sandbox import TemplateError
 from recserve.tokenizer.tokenizer import TextTokenizer

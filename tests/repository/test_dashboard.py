@@ -8,14 +8,14 @@ import torch
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.none import NoDrafter
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import Service
 from recserve.service.options import ServiceOptions
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live
 from tests.support.paths import ROOT

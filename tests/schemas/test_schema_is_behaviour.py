@@ -19,6 +19,7 @@ import torch
 from jsonschema import Draft202012Validator, FormatChecker
 
 from recserve.config import ServerConfig
+from recserve.drafters.none import NoDrafter
 from recserve.features.catalog.filters import MAX_VALUES, FilterError, ItemFilters
 from recserve.schemas import admin, encoding, events, inference, items, scoring, text
 from recserve.schemas.neutral import refused_fields
@@ -28,7 +29,6 @@ from recserve.server.binary_tensors import check_outputs, read_request
 from recserve.server.body_decoder import decode
 from recserve.service.text.model import TextModel
 from recserve.service.text.prompts import name_texts, plan_chat, plan_completion
-from recserve.speculation.drafters.none import NoDrafter
 from tests.support.schema_bodies import Bodies
 
 

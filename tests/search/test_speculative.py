@@ -11,12 +11,12 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import PrefixKeys, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.evaluation.cases import Cases
+from recserve.evaluation.slates import SlateOptions, Slates
 from recserve.models.item_heads import Calibration, DraftPlan, load_self_draft, save_self_draft
 from recserve.search.strategies import speculative
 from recserve.search.strategies.speculative import NO_DRAFT, PlanPolicy, work
 from recserve.search.strategy import Heads
-from recserve.training.evaluation.cases import Cases
-from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_drafters.calibration import calibrate
 from tests.support.draft_heads import NOTHING, make_head
 from tests.support.grids import covering

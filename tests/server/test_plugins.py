@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recserve.core.plugins import PluginError
+from recserve.drafters.registry import build_drafter, drafter_classes
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
@@ -11,7 +12,6 @@ from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service.service import Service
 from recserve.service.text.loader import open_drafters
 from recserve.service.text.model import TextModel
-from recserve.speculation.drafters.registry import build_drafter, drafter_classes
 from recserve.speculation.verifiers import registry
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live

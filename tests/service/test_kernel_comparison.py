@@ -2,8 +2,8 @@
 
 import pytest
 
-from recserve.service import kernel_comparison
-from recserve.service.kernel_comparison import Comparison, compare
+from recserve.doctor import kernel_comparison
+from recserve.doctor.kernel_comparison import Comparison, compare
 
 
 def test_each_pair_is_timed_in_turns_after_a_round_to_warm_up(monkeypatch):

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from recserve.doctor.kernel_report import kernels_in_use
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.native import native
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
-from recserve.service.kernel_report import kernels_in_use
 from recserve.service.text.loader import TextSettings, load_text
 from tests.support.paths import reference
 from tests.support.rankers import make_ranker

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recserve.drafters.block.files import save_block
+from recserve.drafters.block.network import Block
+from recserve.drafters.registry import build_drafter
+from recserve.drafters.shared.noisy import LEAST_SCALE
 from recserve.engine.text_scheduler import TextLimits
 from recserve.kernels.acceptance.noise import gumbel
-from recserve.models.drafters.block import Block
-from recserve.models.drafters.block_files import save_block
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.noisy import LEAST_SCALE
-from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import VARIANTS, block
 from tests.support.eagle_transcription import paths_of, rms, rotate, target_states

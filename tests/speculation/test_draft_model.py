@@ -7,14 +7,14 @@ import pytest
 import torch
 from scipy import stats
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.none import NoDrafter
+from recserve.drafters.shared.rank_tree import expansion_tree
 from recserve.kernels.acceptance.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.tree import from_parents
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.rank_tree import expansion_tree
-from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import chosen, sampled
 from tests.support.text_loop import (

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.registry import check_speculation
+from recserve.drafters.shared.rank_tree import rank_tree
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
-from recserve.speculation.drafters.rank_tree import rank_tree
-from recserve.speculation.drafters.registry import check_speculation
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.eagle_transcription import (
     PlainEagle,

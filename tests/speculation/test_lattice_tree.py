@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.shared.lattice_tree import Lattice, lattice_drafts, most_candidates
 from recserve.speculation.draft import Budget
-from recserve.speculation.drafters.lattice_tree import Lattice, lattice_drafts, most_candidates
 from tests.support.grids import chosen
 
 

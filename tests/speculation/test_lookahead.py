@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from recserve.drafters.lookahead import LookaheadDrafter, NgramPool
+from recserve.drafters.shared.draft_tree import ROOT, DraftTree
 from recserve.kernels.tree import AUXILIARY, chain
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.drafters.draft_tree import ROOT, DraftTree
-from recserve.speculation.drafters.lookahead import LookaheadDrafter, NgramPool
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_engines import engine_for, prompts, shared_model
 from tests.support.text_loop import VOCABULARY, check_draft, generate, score, step, tiny_model

@@ -5,12 +5,12 @@ from collections import Counter
 
 import pytest
 
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.shared.token_string import GAP, to_string
+from recserve.drafters.suffix.drafter import ANCHORS, SuffixDrafter, SuffixLimits
+from recserve.drafters.suffix.output_store import OutputStore
 from recserve.speculation.draft import Budget
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.output_store import OutputStore
-from recserve.speculation.drafters.suffix import ANCHORS, SuffixDrafter, SuffixLimits
-from recserve.speculation.drafters.token_string import GAP, to_string
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_loop import check_draft
 from tests.support.token_paths import drawn_text, paths

@@ -7,6 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recserve.drafters.mask_tokens.drafter import (
+    LinearMaskTokensDrafter,
+    MaskLayout,
+    MaskTokensDrafter,
+)
+from recserve.drafters.mask_tokens.files import save_mask_tokens
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.runner import DecoderAdapter, Runner
 from recserve.engine.text_step_graph import StepShape
@@ -16,19 +24,11 @@ from recserve.kernels.native import native
 from recserve.kernels.tree import CANDIDATE, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.config import DecoderConfig
-from recserve.models.drafters.mask_tokens_files import save_mask_tokens
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import Budget
-from recserve.speculation.drafters.mask_tokens import (
-    LinearMaskTokensDrafter,
-    MaskLayout,
-    MaskTokensDrafter,
-)
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.eagle_transcription import rms
 from tests.support.grids import covering

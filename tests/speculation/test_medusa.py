@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.kernels.acceptance.noise import gumbel
-from recserve.models.attention import DenseAttention
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.medusa_files import load_accuracies
-from recserve.speculation.draft import Budget
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.rank_tree import rank_tree
-from recserve.speculation.drafters.registry import (
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.files import load_accuracies
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
+from recserve.drafters.none import NoDrafter
+from recserve.drafters.registry import (
     build_drafter,
     check_speculation,
 )
+from recserve.drafters.shared.rank_tree import rank_tree
+from recserve.kernels.acceptance.noise import gumbel
+from recserve.models.attention import DenseAttention
+from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule

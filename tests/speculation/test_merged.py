@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.kernels.tree import AUXILIARY
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.specformer_drafter import specformer

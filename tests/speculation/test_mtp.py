@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.models.drafters.feature_network import LayerView
-from recserve.models.drafters.mtp import Mtp
-from recserve.models.drafters.mtp_files import load_mtp
+from recserve.drafters.mtp.drafter import MtpDrafter
+from recserve.drafters.mtp.files import load_mtp
+from recserve.drafters.mtp.network import Mtp
+from recserve.drafters.shared.feature_network import LayerView
+from recserve.drafters.shared.noisy import LEAST_SCALE
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.mtp import MtpDrafter
-from recserve.speculation.drafters.noisy import LEAST_SCALE
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.text.drafters.eagle import UnrolledAttention
 from tests.support.eagle_transcription import (

@@ -2,14 +2,14 @@
 
 import torch
 
-from recserve.kernels.acceptance.noise import gumbel
-from recserve.speculation.drafters.noisy import (
+from recserve.drafters.shared.noisy import (
     LEAST_SCALE,
     NUM_NOISY_TOKENS,
     DraftedTexts,
     best_with_noise,
     likeliest,
 )
+from recserve.kernels.acceptance.noise import gumbel
 
 
 def test_ranks_are_those_of_the_likeliest_tokens_with_full_noise():

@@ -6,13 +6,13 @@ from itertools import combinations
 import pytest
 import torch
 
-from recserve.kernels.tree import from_parents
-from recserve.speculation.draft import Budget
-from recserve.speculation.drafters.rank_tree import (
+from recserve.drafters.shared.rank_tree import (
     best_tree,
     expansion_tree,
     rank_tree,
 )
+from recserve.kernels.tree import from_parents
+from recserve.speculation.draft import Budget
 from tests.support.token_paths import mean_accept_length
 
 CHOICES = [[0], [0, 0], [1], [0, 1], [2], [1, 0], [0, 0, 0], [0, 0, 1]]

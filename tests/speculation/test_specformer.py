@@ -10,14 +10,14 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from recserve.drafters.shared.noisy import LEAST_SCALE
+from recserve.drafters.shared.rank_tree import rank_tree
 from recserve.engine.text_scheduler import TextLimits
 from recserve.kernels.acceptance.noise import gumbel
 from recserve.models.attention import DenseAttention
 from recserve.speculation.completion import SpeculationCounts, TextQuery
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import TextContext
-from recserve.speculation.drafters.noisy import LEAST_SCALE
-from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.eagle_transcription import paths_of, rms, rotate, target_states
 from tests.support.grids import chosen

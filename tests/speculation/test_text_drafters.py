@@ -5,21 +5,21 @@ from functools import cache
 import pytest
 import torch
 
-from recserve.models.loading import UnsupportedModel
-from recserve.speculation.draft import TextDraft, chain_draft
-from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.lookahead import LookaheadDrafter
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.registry import (
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.lookahead import LookaheadDrafter
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.none import NoDrafter
+from recserve.drafters.registry import (
     build_drafter,
     check_speculation,
     drafter_classes,
 )
-from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.drafters.suffix import SuffixDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
+from recserve.models.loading import UnsupportedModel
+from recserve.speculation.draft import TextDraft, chain_draft
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import chosen, sampled
 from tests.support.model_folders import drawn as save_drawn

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
+from recserve.drafters.block.drafter import BlockDrafter
+from recserve.drafters.block.heads import ConvConfig, MarkovConfig, SelectorConfig
+from recserve.drafters.block.network import Block, BlockConfig
 from recserve.models.decoder import RMSNorm
-from recserve.models.drafters.block import Block, BlockConfig
-from recserve.models.drafters.block_heads import ConvConfig, MarkovConfig, SelectorConfig
-from recserve.speculation.drafters.block import BlockDrafter
 
 # What makes a DFlash drafter another variant.
 VARIANTS = {

@@ -19,6 +19,14 @@ from recserve.core.request import (
     SlateQuery,
     TextScoreQuery,
 )
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.lookahead import LookaheadDrafter
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -27,20 +35,12 @@ from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.models.ranker import Ranker, RankerConfig
 from recserve.models.recommender import Recommender
 from recserve.search.strategy import Heads
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.lookahead import LookaheadDrafter
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.specformer_drafter import specformer
 from tests.support.walking_model import drawn_language_model

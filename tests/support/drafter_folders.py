@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from recserve.drafters.block.files import save_block
+from recserve.drafters.eagle.files import save_eagle
+from recserve.drafters.medusa.files import save_medusa
+from recserve.drafters.mtp.files import save_mtp
+from recserve.drafters.specformer.files import save_specformer
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.block_files import save_block
-from recserve.models.drafters.eagle_files import save_eagle
-from recserve.models.drafters.medusa_files import save_medusa
-from recserve.models.drafters.mtp_files import save_mtp
-from recserve.models.drafters.specformer_files import save_specformer
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule

@@ -2,10 +2,10 @@
 
 import torch
 
+from recserve.drafters.eagle.network import Eagle
+from recserve.drafters.shared.noisy import LEAST_SCALE
 from recserve.models.attention import DenseAttention, Rope
 from recserve.models.decoder import FINAL_LAYER
-from recserve.models.drafters.eagle import Eagle
-from recserve.speculation.drafters.noisy import LEAST_SCALE
 
 
 def target_states(model, tokens: list[int], layers) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from recserve.experiments.datasets import Sample
-from recserve.experiments.load import HttpExchange, Mode, Run
-from recserve.experiments.measurements import SampleColumns
-from recserve.experiments.targets import Reply
+from recserve.load.datasets import Sample
+from recserve.load.generator import HttpExchange, Mode, Run
+from recserve.load.measurements import SampleColumns
+from recserve.load.targets import Reply
 
 SLATE = tuple(f"item{n}" for n in range(10))
 NEXT = (*SLATE, "elsewhere", "nowhere")

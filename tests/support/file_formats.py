@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recserve.bundle.bundle import CATALOG, VECTORS, Bundle
+from recserve.doctor.drafter_kind import drafter_files
+from recserve.drafters.mask_tokens.files import save_mask_tokens
+from recserve.drafters.registry import build_drafter
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.vectors.item_graph import ItemLinks, link_items
@@ -17,15 +20,12 @@ from recserve.features.vectors.quantizer import fit_quantizer, load_quantizer
 from recserve.features.vectors.text_encoder import TextEncoder
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import load_retriever
-from recserve.models.drafters.mask_tokens_files import save_mask_tokens
 from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 from recserve.models.item_heads import load_self_draft
 from recserve.models.loading import load_language_model
 from recserve.models.ranker import load_ranker
 from recserve.models.recommender import Recommender, load_recommender, save_recommender
 from recserve.models.sasrec import SasRec, SasRecConfig, load_sasrec, save_sasrec
-from recserve.service.text.drafter_kind import drafter_files
-from recserve.speculation.drafters.registry import build_drafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support import published_block, published_eagle, published_mtp
 from tests.support.drafter_folders import uneven_model, write_drawn

@@ -4,8 +4,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from recserve.models.drafters.mask_tokens import MaskTokens, MaskTokensConfig
-from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
+from recserve.drafters.mask_tokens.drafter import LinearMaskTokensDrafter, MaskTokensDrafter
+from recserve.drafters.mask_tokens.network import MaskTokens, MaskTokensConfig
 
 _networks: WeakKeyDictionary = WeakKeyDictionary()
 

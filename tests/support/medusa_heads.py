@@ -2,7 +2,7 @@
 
 import torch
 
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
 from recserve.speculation.drafter import TextContext
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.text_loop import VOCABULARY

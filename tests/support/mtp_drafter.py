@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import torch
 
+from recserve.drafters.eagle.drafter import EagleDrafter
+from recserve.drafters.eagle.network import Eagle, EagleConfig
+from recserve.drafters.mtp.drafter import MtpDrafter
+from recserve.drafters.mtp.network import Mtp, MtpConfig
 from recserve.models.decoder import RMSNorm
-from recserve.models.drafters.eagle import Eagle, EagleConfig
-from recserve.models.drafters.mtp import Mtp, MtpConfig
-from recserve.speculation.drafters.eagle import EagleDrafter
-from recserve.speculation.drafters.mtp import MtpDrafter
 
 SIZES = {"width": 3, "depth": 4, "num_nodes": 12}
 

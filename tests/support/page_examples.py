@@ -21,10 +21,10 @@ from recserve.bundle.bundle import Bundle
 from recserve.cli import app
 from recserve.cli.demo import DRAFTER, LLM
 from recserve.config import ServerConfig
+from recserve.drafters.eagle.files import save_eagle
+from recserve.drafters.medusa.files import save_medusa
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, save_retriever
-from recserve.models.drafters.eagle_files import save_eagle
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.medusa_files import save_medusa
 from recserve.models.loading import load_language_model
 from tests.support.live_server import run_server
 from tests.support.paths import ROOT

@@ -16,8 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import Timing
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
+from recserve.drafters.none import NoDrafter
 from recserve.engine.stats import EngineStats
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.service import Service
 from recserve.service.text.model import TextModel
 from recserve.speculation.completion import (
@@ -27,8 +29,6 @@ from recserve.speculation.completion import (
     TextQuery,
     TokenLogprobs,
 )
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 BEGIN, END = 256, 257

@@ -2,10 +2,10 @@
 
 import torch
 
+from recserve.drafters.specformer.drafter import SpecformerDrafter
+from recserve.drafters.specformer.files import one_layer
+from recserve.drafters.specformer.network import Specformer, SpecformerConfig
 from recserve.models.decoder import FINAL_LAYER, RMSNorm
-from recserve.models.drafters.specformer import Specformer, SpecformerConfig
-from recserve.models.drafters.specformer_files import one_layer
-from recserve.speculation.drafters.specformer import SpecformerDrafter
 
 
 def specformer(model, seed: int = 0, slots: int = 5, causal: bool = False, **sizes):

@@ -9,23 +9,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.eagle.drafter import EagleDrafter
+from recserve.drafters.eagle.network import Eagle, EagleConfig
+from recserve.drafters.lookahead import LookaheadDrafter
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.cache.kv_pool import KVShape
 from recserve.models.decoder import FINAL_LAYER, RMSNorm
-from recserve.models.drafters.eagle import Eagle, EagleConfig
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.eagle import EagleDrafter
-from recserve.speculation.drafters.lookahead import LookaheadDrafter
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.specinfer import specinfer
-from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
 from tests.support.mask_tokens_drafter import mask_tokens

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from math import prod
 
-from recserve.speculation.drafters.rank_tree import RankTree
+from recserve.drafters.shared.rank_tree import RankTree
 
 
 def drawn_text(seed: int, length: int, vocabulary: int) -> list[int]:

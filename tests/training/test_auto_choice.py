@@ -15,12 +15,12 @@ from rich.console import Console
 
 from recserve.batch.together import together
 from recserve.bundle.bundle import Bundle, BundleError, Manifest
+from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+from recserve.evaluation.intervals import Figure
 from recserve.schemas.items import Exclusions, RecommendRequest, RecommendResponse
 from recserve.service import Service
 from recserve.service.auto_strategy import read_auto
 from recserve.training.auto_choice import Candidate, Goal, choose_auto, take
-from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
-from recserve.training.evaluation.intervals import Figure
 from tests.support.tiny_bundle import shared_bundle
 
 CHOSEN = {

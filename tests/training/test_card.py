@@ -14,11 +14,11 @@ from rich.console import Console
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+from recserve.evaluation.intervals import difference_interval, mean_interval
+from recserve.evaluation.untrained import UNTRAINED
 from recserve.training.baselines import BaselineComparison, compare_with_baselines
 from recserve.training.card import Card, make_card
-from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
-from recserve.training.evaluation.intervals import difference_interval, mean_interval
-from recserve.training.evaluation.untrained import UNTRAINED
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import ITEMS, recorded_recipe, train_recommender
 from recserve.training.recommender.sasrec import PLAIN, train_sasrec

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from recserve.bundle.bundle import Bundle
+from recserve.evaluation.slates import Slates
 from recserve.training import time_limit
-from recserve.training.evaluation.slates import Slates
 from recserve.training.item_drafters.draft_head import DrafterRecipe, train_drafter
 from recserve.training.loop import _Run
 from recserve.training.options import TrainOptions

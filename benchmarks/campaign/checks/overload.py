@@ -15,7 +15,7 @@ from benchmarks.campaign.traffic import (
     statuses,
     text_bodies,
 )
-from recserve.experiments.load import HttpExchange
+from recserve.load.generator import HttpExchange
 
 # A text that is accepted under overload shares its steps with as many as may run, and waits for as
 # many as may queue: both bound its latency.

@@ -7,12 +7,12 @@ from importlib.metadata import version as installed
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from recserve.doctor.kernel_report import kernels_in_use
 from recserve.schemas.api import Api, Json, Pages
 from recserve.server.context import RequestContext
 from recserve.server.errors import NotReady
 from recserve.server.routing import handles
 from recserve.server.telemetry.metrics_format import OPENMETRICS, choose_format
-from recserve.service.kernel_report import kernels_in_use
 
 
 @handles(Api.live, Api.live_v2)

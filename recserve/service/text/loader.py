@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from recserve.drafters.registry import build_drafter, weightless_drafters
 from recserve.files import gguf_hint
 from recserve.kernels.linear.products import fastest_dtype
 from recserve.models.attention import DenseAttention
@@ -20,7 +21,6 @@ from recserve.service.memory import ModelSize, available_bytes
 from recserve.service.model_loader import resolve_dtype
 from recserve.service.text.model import TextModel
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.registry import build_drafter, weightless_drafters
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.tokenizer.tokenizer import TextTokenizer
 

@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from recserve.core.request import PromptScores, Timing
+from recserve.drafters.none import NoDrafter
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import TimingMs
 from recserve.schemas.speculation import SpeculationMetrics
@@ -25,7 +26,6 @@ from recserve.service.text.answers import Shape
 from recserve.service.text.prompts import TextPlan
 from recserve.service.text.stream import Piece, TextStream
 from recserve.speculation.completion import Completion, SpeculationCounts
-from recserve.speculation.drafters.none import NoDrafter
 from recserve.speculation.verifiers.registry import verifiers
 
 

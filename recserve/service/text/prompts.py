@@ -15,6 +15,11 @@ from typing import Any
 import msgspec
 
 from recserve.core.errors import DeadlineExceeded
+from recserve.drafters.registry import (
+    check_speculation,
+    drafter_classes,
+    weightless_drafters,
+)
 from recserve.schemas.chat_messages import ChatMessage, ToolCall
 from recserve.schemas.encoding import TokenizeRequest
 from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered
@@ -28,11 +33,6 @@ from recserve.schemas.text import (
 )
 from recserve.service.errors import UnfitRule
 from recserve.service.text.model import TextModel
-from recserve.speculation.drafters.registry import (
-    check_speculation,
-    drafter_classes,
-    weightless_drafters,
-)
 from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
 from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import GREEDY, verifiers

@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.cases import Cases
+from recserve.evaluation.slates import SlateOptions, Slates
 from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import (
     Calibration,
@@ -18,8 +20,6 @@ from recserve.models.item_heads import (
 from recserve.models.recommender import Recommender
 from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.search.strategy import Heads
-from recserve.training.evaluation.cases import Cases
-from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
 from recserve.training.time_limit import NO_LIMIT, TimeLimit
 

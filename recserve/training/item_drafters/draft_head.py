@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.cases import Cases
+from recserve.evaluation.slates import SlateOptions, Slates
 from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import (
     SelfDraftConfig,
@@ -31,9 +34,6 @@ from recserve.models.item_heads import (
 )
 from recserve.models.recommender import Recommender
 from recserve.search.strategy import Heads
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
-from recserve.training.evaluation.cases import Cases
-from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.item_drafters.calibration import BEAM_SIZES, calibrate
 from recserve.training.item_drafters.draft_head_loss import head_loss, read
 from recserve.training.loop import StepLoss, fit

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from recserve.evaluation.accuracy import auc, gauc
 from recserve.features.ranking.ranking import dense_names
 from recserve.features.ranking.ranking_tables import RankingSettings, RankingTables
 from recserve.features.tables.events import EventLog
 from recserve.models.attention import DenseSiluAttention
 from recserve.models.ranker import Ranker
-from recserve.training.evaluation.accuracy import auc, gauc
 from recserve.training.ranker.ranking_batch import RankingBatch
 from recserve.training.ranker.ranking_data import HeldOut, NegativeSampler, held_batches
 

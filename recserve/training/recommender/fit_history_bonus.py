@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from recserve.evaluation.accuracy import user_metrics
+from recserve.evaluation.cases import Cases, leave_one_out_cases
+from recserve.evaluation.slates import dense_log_p, model_window
+from recserve.evaluation.untrained import MAX_ENTRIES, hide
 from recserve.features.tables.events import EventLog
 from recserve.models.history_bonus import HistoryBonus
 from recserve.models.recommender import Recommender
-from recserve.training.evaluation.accuracy import user_metrics
-from recserve.training.evaluation.cases import Cases, leave_one_out_cases
-from recserve.training.evaluation.slates import dense_log_p, model_window
-from recserve.training.evaluation.untrained import MAX_ENTRIES, hide
 from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 # How far apart two events may be to link their items. A pair counts 1 / distance.

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.cases import Cases, leave_one_out_cases
 from recserve.features.tables.events import EventLog
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.recommender import Recommender, load_recommender
-from recserve.training.evaluation.cases import Cases, leave_one_out_cases
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.cases import leave_one_out_cases
+from recserve.evaluation.evaluation import make_slates
+from recserve.evaluation.item_graph import save_graph
+from recserve.evaluation.slates import SlateOptions, Slates, dense_slates
+from recserve.evaluation.untrained import MAX_ENTRIES, SlateMaker
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.files import parse_record
@@ -21,12 +27,6 @@ from recserve.models.history_bonus import FILE as HISTORY_BONUS
 from recserve.models.recommender import Recommender, save_recommender
 from recserve.service.auto_strategy import BEAM
 from recserve.training.auto_choice import choose_auto
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
-from recserve.training.evaluation.cases import leave_one_out_cases
-from recserve.training.evaluation.evaluation import make_slates
-from recserve.training.evaluation.slates import SlateOptions, Slates, dense_slates
-from recserve.training.evaluation.untrained import MAX_ENTRIES, SlateMaker
-from recserve.training.item_graph import save_graph
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.fit_history_bonus import fit_history_bonus

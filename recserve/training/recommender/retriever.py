@@ -24,6 +24,8 @@ from rich.console import Console
 from torch import Tensor
 
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.slates import SlateOptions, Slates
 from recserve.features.tables.count_min import CountMinSketch
 from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.attention import DenseAttention
@@ -36,8 +38,6 @@ from recserve.models.dense_retriever import (
 )
 from recserve.models.recommender import Recommender
 from recserve.search.strategy import Heads
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
-from recserve.training.evaluation.slates import SlateOptions, Slates
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.frozen_recommender import FrozenRecommender

@@ -14,12 +14,12 @@ from rich.console import Console
 from torch import Tensor
 
 from recserve.bundle.bundle import Bundle
+from recserve.evaluation.cases import Cases, leave_one_out_cases
+from recserve.evaluation.evaluation import slate_columns
+from recserve.evaluation.slates import sasrec_slates
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.tables.events import EventLog
 from recserve.models.sasrec import SasRec, SasRecConfig, save_sasrec
-from recserve.training.evaluation.cases import Cases, leave_one_out_cases
-from recserve.training.evaluation.evaluation import slate_columns
-from recserve.training.evaluation.slates import sasrec_slates
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.full_softmax import full_softmax_loss

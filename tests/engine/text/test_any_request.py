@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.none import NoDrafter
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
 from tests.support.grids import chosen

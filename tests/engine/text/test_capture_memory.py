@@ -6,11 +6,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recserve.drafters.none import NoDrafter
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.text_step_graph import TABLES, StepShape, TextStepGraphs, TextStepLimits
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.cache import moves
-from recserve.speculation.drafters.none import NoDrafter
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.text_engines import engine_for
 from tests.support.walking_model import drawn_language_model

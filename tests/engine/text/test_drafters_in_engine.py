@@ -9,11 +9,11 @@ from functools import cache
 import numpy as np
 import pytest
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.registry import build_drafter, drafter_classes
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.registry import build_drafter, drafter_classes
-from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference

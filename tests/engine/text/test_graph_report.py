@@ -7,12 +7,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from recserve.cli import doctor
+from recserve.drafters.draft_model.drafter import ModelDrafter
 from recserve.engine.beam_search_graph import SearchShape
 from recserve.engine.text_step_graph import StepShape
 from recserve.metrics import Metrics
 from recserve.service.service import gauges_of
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import recommending
 from tests.support.recorded_searches import with_searches

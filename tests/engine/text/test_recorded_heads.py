@@ -7,15 +7,15 @@ heads are what those of the replays must equal, text by text and step by step.
 import pytest
 import torch
 
+from recserve.drafters.medusa.drafter import MedusaDrafter
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.ngram import NgramDrafter
+from recserve.drafters.shared.rank_tree import rank_tree
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.medusa import MedusaDrafter
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.rank_tree import rank_tree
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import text_engine
 from tests.support.grids import chosen

@@ -8,6 +8,10 @@ launches its steps verifies the texts of each rule separately, and drawn drafts 
 import pytest
 import torch
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.ngram import NgramDrafter
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step_graph import SHAPES as ALL
@@ -15,10 +19,6 @@ from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepL
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter
-from recserve.speculation.drafters.draft_model import ModelDrafter
-from recserve.speculation.drafters.merged import MergedDrafter
-from recserve.speculation.drafters.ngram import NgramDrafter
-from recserve.speculation.drafters.specinfer import specinfer
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import text_engine
 from tests.support.grids import chosen, sampled

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from recserve.core.errors import DeadlineExceeded
+from recserve.drafters.none import NoDrafter
+from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.engine.scheduler import RequestTooLarge
 from recserve.engine.text_scheduler import PromptTooLong
 from recserve.engine.text_sequence import TextSequence, context_of
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.none import NoDrafter
-from recserve.speculation.drafters.suffix import SuffixDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering
 from tests.support.paths import reference

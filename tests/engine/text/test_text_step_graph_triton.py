@@ -2,12 +2,12 @@
 
 import pytest
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
 from recserve.engine.text_step_graph import StepShape
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.attention import attention
 from recserve.kernels.cache import moves
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.draft_model import ModelDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support import triton_interpreter  # noqa: F401
 from tests.support.grids import chosen

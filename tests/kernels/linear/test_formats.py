@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from recserve.cli.app import app
 from recserve.config import ServerConfig
+from recserve.doctor.kernel_report import kernels_in_use
 from recserve.engine.build import EngineModels, build_engine
 from recserve.kernels import backend
 from recserve.kernels.linear.formats import FORMATS, check_format
@@ -15,7 +16,6 @@ from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.models.packing import PackedLinear, pack_weights
 from recserve.service import memory
-from recserve.service.kernel_report import kernels_in_use
 from tests.support.four_bits import FOUR_BITS, decode, encode
 
 

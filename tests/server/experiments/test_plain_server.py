@@ -14,15 +14,15 @@ import json, sys
 from pathlib import Path
 from recserve.config import ServerConfig
 from recserve.server.loader import ServiceLoader
-from recserve.speculation.drafters.names import BUILT_IN, WEIGHTLESS
+from recserve.drafters.names import BUILT_IN, WEIGHTLESS
 from tests.support.live_server import live
 
 def imported():
     mine = "recserve.experiments", "recserve.server.experiments", "recserve.server.remote_arm"
-    trained = [file.partition(":")[0] for name, file in BUILT_IN.items() if name not in WEIGHTLESS]
-    found = {name for name in sys.modules if name.startswith((*mine, "recserve.client", *trained))}
-    files = {name for name in sys.modules if name.startswith("recserve.models.drafters.")}
-    return sorted(found | files - {"recserve.models.drafters.open_question"})
+    trained = [file.rpartition(".")[0] for name, file in BUILT_IN.items() if name not in WEIGHTLESS]
+    return sorted(
+        name for name in sys.modules if name.startswith((*mine, "recserve.client", *trained))
+    )
 
 bundle, llm, folder = sys.argv[1:]
 key = "an-admin-key-of-24-chars"

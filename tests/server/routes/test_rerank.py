@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.none import NoDrafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.config import DecoderConfig
@@ -13,7 +14,6 @@ from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import Service
 from recserve.service.text import text_scores
 from recserve.service.text.model import TextModel
-from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.live_server import live
 from tests.support.scripted_text import BEGIN, END, VOCABULARY, byte_tokenizer

@@ -10,25 +10,25 @@ import torch
 from typer.testing import CliRunner
 
 from recserve.cli import app
-from recserve.models.loading import UnsupportedModel
-from recserve.models.saving import save_language_model
-from recserve.service.text import drafter_trial
-from recserve.service.text.drafter_checks import (
+from recserve.doctor import drafter_trial
+from recserve.doctor.drafter_checks import (
     check_copies,
     check_norms,
     check_positions,
     check_tokenizer,
     check_vocabulary,
 )
-from recserve.service.text.drafter_checkup import examine_drafter
-from recserve.service.text.drafter_kind import drafter_files
-from recserve.service.text.drafter_trial import (
+from recserve.doctor.drafter_checkup import examine_drafter
+from recserve.doctor.drafter_kind import drafter_files
+from recserve.doctor.drafter_trial import (
     DraftMeasure,
     compare,
     cut_openings,
     measure_cost,
     write_openings,
 )
+from recserve.models.loading import UnsupportedModel
+from recserve.models.saving import save_language_model
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.drafter_folders import changed_copy, write_drawn
 from tests.support.text_engines import eagle

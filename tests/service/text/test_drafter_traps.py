@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recserve.service.text import drafter_trial
-from recserve.service.text.drafter_checkup import examine_drafter
+from recserve.doctor import drafter_trial
+from recserve.doctor.drafter_checkup import examine_drafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.drafter_folders import (
     Change,

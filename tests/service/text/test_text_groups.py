@@ -5,11 +5,11 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from recserve.drafters.none import NoDrafter
 from recserve.schemas.text import CompletionRequest
 from recserve.service.text.completions import TextService
 from recserve.service.text.model import TextModel
 from recserve.speculation.completion import GROUP_COST, OUTPUT_COST, TextQuery
-from recserve.speculation.drafters.none import NoDrafter
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.scripted_text import VOCABULARY, byte_tokenizer
 

@@ -16,6 +16,7 @@ from recserve.core.request import Prefix, RankQuery, Scores
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.evaluation.accuracy import auc
 from recserve.features.ranking.event_features import HOUR, EventColumns
 from recserve.features.ranking.ranking import candidate_columns, dense_names, prefix_columns
 from recserve.features.ranking.ranking_tables import RankingTables
@@ -24,7 +25,6 @@ from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
 from recserve.features.vectors.vectors import collaborative_vectors, fit_text_encoder
 from recserve.models.ranker import load_ranker, node_inputs
-from recserve.training.evaluation.accuracy import auc
 from recserve.training.options import TrainOptions
 from recserve.training.ranker.ranker import (
     RankerRecipe,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from recserve.bundle.bundle import Bundle
+from recserve.evaluation.bundle_slates import BundleSlates
+from recserve.evaluation.cases import leave_one_out_cases
+from recserve.evaluation.slates import dense_log_p
 from recserve.features.tables.events import EventLog
 from recserve.models.history_bonus import HistoryBonus
-from recserve.training.evaluation.bundle_slates import BundleSlates
-from recserve.training.evaluation.cases import leave_one_out_cases
-from recserve.training.evaluation.slates import dense_log_p
 from recserve.training.recommender.fit_history_bonus import (
     DISTANCE,
     MAX_LINKS,

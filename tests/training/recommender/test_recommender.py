@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.bundle.bundle import Bundle
+from recserve.evaluation.accuracy import ranks_of, slate_metrics
+from recserve.evaluation.slates import SlateOptions, Slates, dense_log_p
 from recserve.models.recommender import Recommender
-from recserve.training.evaluation.accuracy import ranks_of, slate_metrics
-from recserve.training.evaluation.slates import SlateOptions, Slates, dense_log_p
 from recserve.training.optimizers import build_optimizers
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import (

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.features.tables.events import EventLog
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.recommender import Recommender, save_recommender
 from recserve.schemas.items import RecommendRequest
 from recserve.service import Service
-from recserve.training.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.training.item_drafters.draft_head import train_drafter
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.futures import Futures

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from recserve.drafters.block.drafter import BlockDrafter
+from recserve.drafters.block.files import load_block
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.tree_batch import Prefixes
-from recserve.models.drafters.block_files import load_block
 from recserve.speculation.drafter import StateSpan, TextContext
-from recserve.speculation.drafters.block import BlockDrafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters.block import BlockTrainee, train_block

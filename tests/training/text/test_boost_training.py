@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.registry import build_drafter
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.registry import build_drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from recserve.models.drafters.eagle_files import load_eagle
-from recserve.speculation.drafters.eagle import EagleDrafter
+from recserve.drafters.eagle.drafter import EagleDrafter
+from recserve.drafters.eagle.files import load_eagle
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters import eagle as eagle_module
 from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee, train_eagle

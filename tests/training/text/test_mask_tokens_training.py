@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.mask_tokens.drafter import LinearMaskTokensDrafter, MaskTokensDrafter
+from recserve.drafters.mask_tokens.files import load_mask_tokens
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.mask_tokens_files import load_mask_tokens
 from recserve.models.gated_lora import MaskRows
-from recserve.speculation.drafters.mask_tokens import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.mask_tokens import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recserve.models.drafters.mtp_files import load_mtp, save_mtp
-from recserve.speculation.drafters.mtp import MtpDrafter
+from recserve.drafters.mtp.drafter import MtpDrafter
+from recserve.drafters.mtp.files import load_mtp, save_mtp
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters.eagle import EagleRecipe
 from recserve.training.text.drafters.mtp import MtpTrainee, train_mtp

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from recserve.drafters.specformer.drafter import SpecformerDrafter
+from recserve.drafters.specformer.files import load_specformer
 from recserve.engine.build import EngineModels, build_engine
-from recserve.models.drafters.specformer_files import load_specformer
 from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.drafters.specformer import SpecformerDrafter
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters.specformer import (

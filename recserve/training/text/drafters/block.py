@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
+from recserve.drafters.block.files import load_block, save_block
+from recserve.drafters.block.heads import pair_scores
+from recserve.drafters.block.network import Block, BlockConfig
 from recserve.models.attention import Attend, DenseAttention
 from recserve.models.decoder import AuxHiddenStates
-from recserve.models.drafters.block import Block, BlockConfig
-from recserve.models.drafters.block_files import load_block, save_block
-from recserve.models.drafters.block_heads import pair_scores
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport

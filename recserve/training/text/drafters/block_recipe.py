@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from recserve.models.drafters.block import BlockConfig
-from recserve.models.drafters.block_heads import ConvConfig, MarkovConfig, SelectorConfig
+from recserve.drafters.block.heads import ConvConfig, MarkovConfig, SelectorConfig
+from recserve.drafters.block.network import BlockConfig
 from recserve.models.language_model import LanguageModel
 from recserve.training.schedule import Schedule
 

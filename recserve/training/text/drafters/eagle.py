@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
+from recserve.drafters.eagle.files import load_eagle, save_eagle
+from recserve.drafters.eagle.network import Eagle, EagleConfig
+from recserve.drafters.mtp.network import Mtp
 from recserve.models.attention import Attend, DenseAttention
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates, RMSNorm
-from recserve.models.drafters.eagle import Eagle, EagleConfig
-from recserve.models.drafters.eagle_files import load_eagle, save_eagle
-from recserve.models.drafters.mtp import Mtp
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
+from recserve.drafters.mask_tokens.files import load_mask_tokens, save_mask_tokens
+from recserve.drafters.mask_tokens.network import MaskTokens, MaskTokensConfig
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.mask_tokens import MaskTokens, MaskTokensConfig
-from recserve.models.drafters.mask_tokens_files import load_mask_tokens, save_mask_tokens
 from recserve.models.gated_lora import MaskRows
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit

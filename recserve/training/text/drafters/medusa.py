@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
+from recserve.drafters.medusa.drafter import RANKS
+from recserve.drafters.medusa.files import load_medusa, save_medusa
+from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.medusa import MedusaConfig, MedusaHeads
-from recserve.models.drafters.medusa_files import load_medusa, save_medusa
 from recserve.models.language_model import LanguageModel
-from recserve.speculation.drafters.medusa import RANKS
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.schedule import Schedule

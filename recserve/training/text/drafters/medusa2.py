@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
+from recserve.drafters.medusa.files import save_medusa
+from recserve.drafters.medusa.network import MedusaHeads
 from recserve.models.attention import DenseAttention
-from recserve.models.drafters.medusa import MedusaHeads
-from recserve.models.drafters.medusa_files import save_medusa
 from recserve.models.language_model import LanguageModel
 from recserve.models.saving import save_language_model
 from recserve.tokenizer.tokenizer import copy_tokenizer

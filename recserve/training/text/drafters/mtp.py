@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 
-from recserve.models.drafters.eagle import Eagle
-from recserve.models.drafters.mtp import Mtp, MtpConfig, MtpModule
-from recserve.models.drafters.mtp_files import load_mtp, save_mtp
+from recserve.drafters.eagle.network import Eagle
+from recserve.drafters.mtp.files import load_mtp, save_mtp
+from recserve.drafters.mtp.network import Mtp, MtpConfig, MtpModule
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
-from recserve.models.attention import DenseAttention
-from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
-from recserve.models.drafters.specformer import Specformer, SpecformerConfig
-from recserve.models.drafters.specformer_files import (
+from recserve.drafters.specformer.files import (
     load_specformer,
     one_layer,
     save_specformer,
 )
+from recserve.drafters.specformer.network import Specformer, SpecformerConfig
+from recserve.models.attention import DenseAttention
+from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport

@@ -1,0 +1,1 @@
+"""What `recserve doctor` checks: kernels, and drafters for their targets."""

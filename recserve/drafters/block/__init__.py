@@ -1,0 +1,1 @@
+"""DFlash, JetSpec, DFlash2, DSpark: all tokens of a block at once."""

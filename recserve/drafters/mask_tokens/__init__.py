@@ -1,0 +1,1 @@
+"""Mask tokens with gated LoRA in the target itself."""

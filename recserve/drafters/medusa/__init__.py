@@ -1,0 +1,1 @@
+"""Medusa: a head for each of the next tokens."""

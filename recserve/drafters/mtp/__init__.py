@@ -1,0 +1,1 @@
+"""Multi-token prediction: modules of the target's own checkpoint."""

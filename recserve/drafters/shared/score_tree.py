@@ -1,0 +1,201 @@
+"""Trees that grow level by level along their likeliest nodes, for several texts at once.
+
+A node has a key: its rank among its siblings, plus one, at each level of its path, as digits of a
+number. Keys in ascending order are a depth-first preorder, and a subtree is a range of keys. So
+sorting and searching keys gives packed trees without a loop over nodes or a copy to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from recserve.drafters.shared.rank_tree import RankTree
+from recserve.kernels.tree import TokenTree
+from recserve.speculation.draft import Budget, TextDraft
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """The computed nodes of all texts in packed order.
+
+    Attributes:
+        texts: [n] text of each node.
+        numbers: [n] number of each node among those of its text, in the order of computation.
+    """
+
+    texts: Tensor
+    numbers: Tensor
+
+
+@dataclass(frozen=True)
+class _StaticShape:
+    """A static tree in keys.
+
+    Attributes:
+        nodes: [n] keys of its nodes.
+        inner: Keys of the nodes that have children.
+        sizes: Number of nodes within each depth, from 0 on.
+    """
+
+    nodes: Tensor
+    inner: Tensor
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(shape: RankTree, base: int, depth: int, device: torch.device) -> _StaticShape:
+        paths = [path for path in shape.paths if len(path) <= depth]
+        keys = {
+            path: sum((rank + 1) * base ** (depth - 1 - level) for level, rank in enumerate(path))
+            for path in paths
+        }
+        inner = sorted({keys[path[:-1]] for path in paths if len(path) > 1})
+        sizes = [sum(len(path) <= level for path in paths) for level in range(depth + 1)]
+        columns = (torch.tensor(own, dtype=torch.int64) for own in (sorted(keys.values()), inner))
+        nodes, parents = (own.to(device, non_blocking=True) for own in columns)
+        return _StaticShape(nodes, parents, tuple(sizes))
+
+
+class ScoreTree:
+    """One growing tree per text.
+
+    Attributes:
+        num_texts: B.
+        width: Children of a node.
+        depth: Most levels.
+        num_parents: W, nodes of a frontier.
+        frontier_tokens: [B, W] tokens of the nodes that get children next, by ascending key.
+    """
+
+    def __init__(
+        self,
+        num_texts: int,
+        width: int,
+        depth: int,
+        device: torch.device,
+        shape: RankTree | None = None,
+    ) -> None:
+        """Starts with empty trees of at most `depth` levels.
+
+        Args:
+            num_texts: B.
+            width: Children of a node, and nodes of a frontier without a shape.
+            depth: Most levels.
+            device: Device of the trees.
+            shape: The static tree that all texts grow. None grows the likeliest nodes.
+        """
+        self.num_texts, self.width, self._base = num_texts, width, width + 1
+        self.num_parents = width if shape is None else shape.num_parents
+        self._shape = None if shape is None else _StaticShape.of(shape, self._base, depth, device)
+        self.depth, self._level = depth, 0
+        self._span = self._base**depth
+        nothing = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
+        self._frontier_keys, self._frontier_scores = nothing, nothing.float()
+        self.frontier_tokens = nothing
+        # Of all nodes, level by level: [B, n] each.
+        self._keys: list[Tensor] = []
+        self._parents: list[Tensor] = []
+        self._tokens: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        # Of all frontiers: [B, W] each.
+        self._computed: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def grow(self, tokens: Tensor, logprobs: Tensor) -> Tensor:
+        """Adds the children of the frontier; the likeliest of them are the next frontier.
+
+        Args:
+            tokens: [B, W, width] tokens of the children of each node of the frontier, best first.
+                The first frontier is the root, and W is 1.
+            logprobs: [B, W, width] their log-probabilities given their parents. A static tree
+                ignores them.
+
+        Returns:
+            [B, W] place of each new frontier node's parent in the frontier before.
+        """
+        self._level += 1
+        unit = self._base ** (self.depth - self._level)
+        ranks = torch.arange(1, self.width + 1, device=tokens.device)
+        above = self._frontier_keys[..., None].expand_as(tokens)
+        keys = (above + ranks * unit).flatten(1)
+        if self._shape is not None:
+            logprobs = (1.0 - 2.0 * ranks).expand_as(logprobs)  # the order of RankTree.within
+        scores = (self._frontier_scores[..., None] + logprobs).flatten(1)
+        ranked = scores
+        if self._shape is not None:
+            scores = scores.masked_fill(~torch.isin(keys, self._shape.nodes), float("-inf"))
+            ranked = scores.masked_fill(~torch.isin(keys, self._shape.inner), float("-inf"))
+        self._keys.append(keys)
+        self._parents.append(above.flatten(1))
+        self._tokens.append(tokens.flatten(1))
+        self._scores.append(scores)
+        # Children are in ascending order of keys, so ascending places are as well.
+        best = ranked.topk(min(self.num_parents, scores.shape[1]), dim=1).indices.sort(dim=1).values
+        before = self._frontier_keys
+        self._frontier_keys, self._frontier_scores = keys.gather(1, best), scores.gather(1, best)
+        self.frontier_tokens = tokens.flatten(1).gather(1, best)
+        parents = best // self.width
+        self._computed.append(
+            (self._frontier_keys, before.gather(1, parents), self.frontier_tokens)
+        )
+        return parents
+
+    def computed(self) -> tuple[TokenTree, NodeOrder, Tensor]:
+        """Returns the packed trees of all frontiers, their order, and the nodes of the last one."""
+        columns = [torch.cat(column, dim=1) for column in zip(*self._computed, strict=True)]
+        keys, parents, tokens = columns
+        device, (texts, count) = keys.device, keys.shape
+        shift = torch.arange(texts, device=device)[:, None] * self._span
+        ordered, order = (keys + shift).flatten().sort()
+        owners, numbers = order // count, order % count
+        levels = _levels([own for own, _, _ in self._computed])[numbers]
+        units = self._base ** (self.depth - 1 - levels)
+        ends = torch.searchsorted(ordered, ordered + units)
+        above = (parents + shift).flatten()[order]
+        places = torch.searchsorted(ordered, above)
+        tree = TokenTree(
+            tokens=tokens.flatten()[order],
+            parents=torch.where(levels > 0, places, -1),
+            depths=levels,
+            ends=ends,
+            offsets=torch.arange(0, texts * count + 1, count, device=device),
+        )
+        queries = (levels == len(self._computed) - 1).nonzero()[:, 0]
+        return tree, NodeOrder(owners, numbers), queries
+
+    def best(self, budgets: Seq[Budget]) -> list[TextDraft]:
+        """Returns the likeliest nodes of each text within its budget, as a draft."""
+        keys, parents = torch.cat(self._keys, dim=1), torch.cat(self._parents, dim=1)
+        tokens, scores = torch.cat(self._tokens, dim=1), torch.cat(self._scores, dim=1)
+        levels = _levels(self._keys)
+        depths = torch.tensor([b.depth for b in budgets]).to(keys.device, non_blocking=True)
+        scores = scores.masked_fill(levels >= depths[:, None], float("-inf"))
+        # A stable sort leaves a parent before a child of the same score.
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        if self._shape is None:
+            sizes = [0, *accumulate(level.shape[1] for level in self._keys)]
+        else:
+            sizes = list(self._shape.sizes)
+        counts = [min(b.num_nodes, sizes[min(b.depth, len(sizes) - 1)]) for b in budgets]
+        drafts = []
+        for text, count in enumerate(counts):
+            own = order[text, :count]
+            own = own[keys[text, own].argsort()]
+            names = keys[text, own]
+            above = torch.searchsorted(names, parents[text, own])
+            depth = int(levels[own].max()) + 1
+            drafts.append(
+                TextDraft(tokens[text, own], torch.where(levels[own] > 0, above, -1), depth)
+            )
+        return drafts
+
+
+def _levels(columns: Seq[Tensor]) -> Tensor:
+    """Returns the level of each column of tensors [B, n] side by side, one tensor per level."""
+    levels = [n for n, column in enumerate(columns) for _ in range(column.shape[1])]
+    return torch.tensor(levels).to(columns[0].device, non_blocking=True)

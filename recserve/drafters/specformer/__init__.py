@@ -1,0 +1,1 @@
+"""SpecFormer: heads with attention over the target's states."""

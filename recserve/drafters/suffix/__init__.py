@@ -1,0 +1,1 @@
+"""The continuations of the longest suffix, in a text and in earlier outputs."""

@@ -1,1 +1,0 @@
-"""Drafting systems, one file each, and the tree structures that they share."""
