@@ -418,9 +418,12 @@ class Service:
         """Removes an item from all answers. Raises UnknownItem or JournalError."""
         return self.catalog.hide_item(check_id("item_id", item_id))
 
-    def rollback_items(self, body: RollbackRequest) -> RollbackResponse:
-        """Restores the items of an earlier version. Raises UnknownVersion or JournalError."""
-        return self.catalog.rollback(body)
+    def rollback_items(self, body: RollbackRequest | Fields) -> RollbackResponse:
+        """Restores the items of an earlier version.
+
+        Raises UnknownVersion, JournalError or InvalidRequest.
+        """
+        return self.catalog.rollback(check_body(body, RollbackRequest))
 
     def models(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""

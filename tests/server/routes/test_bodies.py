@@ -39,7 +39,7 @@ BODIES = {
 }
 # Clients of OpenAI, vLLM and Jina know 400.
 KNOW_400 = ("complete", "chat", "rerank", "generative_scoring", "embeddings")
-IN_PYTHON = ("recommend", "rank", "add_events", "put_items")
+IN_PYTHON = ("recommend", "rank", "add_events", "put_items", "rollback_items")
 SHORT_FORMS = ("user", "candidates")  # of Python, which takes more there
 
 
