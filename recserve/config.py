@@ -74,6 +74,8 @@ class ServerConfig(BaseSettings):
             answers users without a history and fills slates.
         journal: Folder for changes of items. By default a folder next to the bundle.
         device: Where the models run.
+        index_device: Where `dense` and `specgr` search the item vectors. `auto` takes the GPU if
+            the models run there and faiss is built for it. `cuda` is an error elsewhere.
         bundles_dir: Folder of the bundles that an operator may load while the server runs. With
             it, `store` and `journal` are by default in its subfolders `.history` and `.items`, so
             that all bundles share them.
@@ -161,6 +163,7 @@ class ServerConfig(BaseSettings):
     popular_half_life_s: float = Field(7 * 86_400, gt=0, allow_inf_nan=False)
     journal: Path | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    index_device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     key_quota: int | None = Field(None, ge=1, le=100_000_000)

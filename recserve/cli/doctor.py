@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from recserve import cores
 from recserve.doctor.finding import Finding
-from recserve.extras import install_advice
+from recserve.extras import FAISS_FOR_CUDA, find_faiss, install_advice
 
 if TYPE_CHECKING:
     from recserve.engine.stats import EngineStats
@@ -32,7 +32,7 @@ MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
 MIN_FREE_BYTES = 1 << 30
 MAX_STORE_MS = 5.0
-PACKAGES = ("torch", "numpy", "pyarrow", "faiss-cpu", "lmdb", "redis", "fastapi", "msgspec")
+PACKAGES = ("torch", "numpy", "pyarrow", "lmdb", "redis", "fastapi", "msgspec")
 
 
 def examine(
@@ -57,6 +57,7 @@ def examine(
         "python": check_python,
         "packages": check_packages,
         "device": check_device,
+        "faiss": check_faiss,
         "kernels": check_kernels,
         "open files": check_open_files,
         "disk": lambda: check_disk(Path(tempfile.gettempdir())),
@@ -129,6 +130,21 @@ def check_device() -> Finding:
         )
         return Finding("device", "warn", f"{found}; {advice}")
     return Finding("device", "ok", f"{found}, layers compiled for it")
+
+
+def check_faiss() -> Finding:
+    """Says which package of faiss is installed, and where it can search and cluster."""
+    import torch
+
+    from recserve.features.vectors.faiss_gpu import has_gpu
+
+    found = find_faiss()
+    if has_gpu():
+        return Finding("faiss", "ok", f"{found}, on the GPU and the CPU")
+    if torch.cuda.is_available():
+        advice = f"`dense` and `specgr` search on the CPU: {FAISS_FOR_CUDA}"
+        return Finding("faiss", "warn", f"{found} sees no GPU, so {advice}")
+    return Finding("faiss", "ok", f"{found}, on the CPU")
 
 
 def _threads(count: int) -> str:

@@ -104,6 +104,7 @@ class ServiceLoader:
             text=text,
             history_ttl_s=config.history_ttl_s,
             weights=config.weights,
+            index_device=config.index_device,
             history_timeout_ms=config.history_timeout_ms,
             event_types=config.event_types,
             event_kinds=config.event_kinds,

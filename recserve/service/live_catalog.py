@@ -71,6 +71,7 @@ from recserve.schemas.items import (
     RollbackResponse,
 )
 from recserve.schemas.validation import converted
+from recserve.search.device_index import DeviceIndex
 from recserve.service.errors import UnknownItem, UnknownVersion
 from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.snapshot import POPULAR, Snapshot
@@ -462,7 +463,9 @@ class LiveCatalog:
         if self.journal is not None:
             self.journal.replace(difference(items).split())
 
-    def _publish(self, items: CatalogVersion, base_trie: Trie, index: VersionIndex | None) -> None:
+    def _publish(
+        self, items: CatalogVersion, base_trie: Trie, index: VersionIndex | DeviceIndex | None
+    ) -> None:
         """Updates the models, then publishes the version that needs them.
 
         Args:

@@ -9,6 +9,7 @@ import torch
 
 from recserve.bundle.bundle import ITEM_GRAPH, Bundle
 from recserve.engine.build import EngineModels
+from recserve.features.vectors.faiss_gpu import faiss_gpu, has_gpu
 from recserve.features.vectors.item_graph import ItemLinks
 from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
 from recserve.kernels.item_graph import ItemGraph
@@ -19,6 +20,7 @@ from recserve.models.loading import DTYPES
 from recserve.models.packing import pack_weights
 from recserve.models.ranker import load_ranker
 from recserve.models.recommender import Recommender, load_recommender
+from recserve.search.device_index import DeviceIndex
 from recserve.search.strategy import Heads
 from recserve.service.memory import ModelSize, fitting_dtypes
 from recserve.service.snapshot import LISTS, Snapshot
@@ -142,11 +144,28 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
     return Heads(prefixes, nezha, retriever)
 
 
-def item_index(recommender: Recommender | None, heads: Heads) -> VersionIndex | None:
-    """Returns a search index over the retriever's item vectors; None without a retriever."""
+def item_index(
+    recommender: Recommender | None, heads: Heads, device: Device = "cpu"
+) -> VersionIndex | DeviceIndex | None:
+    """Returns a search index over the retriever's item vectors; None without a retriever.
+
+    Args:
+        recommender: The recommender.
+        heads: Its heads.
+        device: Where to search; "auto" is the recommender's device if faiss is built for it.
+
+    Raises:
+        ValueError: If the device is "cuda" and the recommender or faiss computes elsewhere.
+    """
     if recommender is None or heads.retriever is None:
         return None
-    return VersionIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
+    index = VersionIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
+    place = heads.retriever.scale.device
+    if device == "cuda" and place.type != "cuda":
+        raise ValueError(f"index_device is cuda, but the models run on {place.type}")
+    if device == "cpu" or place.type != "cuda" or (device == "auto" and not has_gpu()):
+        return index
+    return DeviceIndex.on(index, faiss_gpu(place.index or 0), place)
 
 
 def load_item_graph(bundle: Bundle, device: torch.device) -> ItemGraph | None:

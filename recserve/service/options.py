@@ -9,7 +9,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.features.catalog.popularity import HALF_LIFE_S
 from recserve.features.history.event_kinds import EventKinds
 from recserve.service.effects import Effects
-from recserve.service.model_loader import DTypeName
+from recserve.service.model_loader import Device, DTypeName
 from recserve.service.text.loader import LoadedText
 
 
@@ -28,6 +28,7 @@ class ServiceOptions:
         history_ttl_s: Age in seconds at which stored events are deleted; None keeps them forever.
             `?ttl_s=SECONDS` at the end of the store's URL does the same.
         weights: Format of the recommender's decoder weights; None means the element type.
+        index_device: Where `dense` and `specgr` search; "auto" is CUDA where models and faiss run.
         history_timeout_ms: Time that a request waits for its stored history, where the store is on
             a network. Then it continues without it. None waits as long as the store takes to
             fail.
@@ -44,6 +45,7 @@ class ServiceOptions:
     text: LoadedText | None = None
     history_ttl_s: float | None = None
     weights: str | None = None
+    index_device: Device = "auto"
     history_timeout_ms: int | None = None
     event_types: tuple[str, ...] = ()
     event_kinds: EventKinds = EventKinds()

@@ -501,7 +501,7 @@ def _load_networks(
     return networks, replace(
         snapshot,
         graph=load_item_graph(bundle, device),
-        index=item_index(networks.recommender, networks.heads),
+        index=item_index(networks.recommender, networks.heads, options.index_device),
         ranking=tables,
     )
 

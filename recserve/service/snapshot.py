@@ -38,6 +38,7 @@ from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.schemas.items import Diversity, InvalidRequest
+from recserve.search.device_index import DeviceIndex
 
 MAX_ABSENT = 5  # values of a filter that no item has; an answer names so many
 POPULAR, LATEST = LISTS = ("popular", "latest")
@@ -79,7 +80,7 @@ class Snapshot:
     until_us: int | None
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
-    index: VersionIndex | None = None
+    index: VersionIndex | DeviceIndex | None = None
 
     @staticmethod
     def of(

@@ -15,6 +15,7 @@ def test_this_machine_passes():
         "python",
         "packages",
         "device",
+        "faiss",
         "kernels",
         "open files",
         "disk",

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from recserve.extras import FAISS
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
 HIDDEN = """
@@ -95,6 +96,33 @@ def test_a_command_names_what_to_install(module, extra, command):
     line, status = done.stderr.splitlines()
     assert line.startswith(f"error: this command needs {module}: ") and status == "status 1"
     assert line.endswith(f"pip install -c constraints.txt -e '.[{extra}]'")
+
+
+WHEELS = """
+import importlib.metadata, importlib.util
+from recserve import extras
+there = sys.argv[1].split()
+def version(name, real=importlib.metadata.version):
+    if name not in extras.FAISS:
+        return real(name)
+    if name in there:
+        return "9.9"
+    raise importlib.metadata.PackageNotFoundError(name)
+importlib.metadata.version = version
+if not there:
+    sys.modules["faiss"] = None
+"""
+BUILD = ["build", "--items", "none", "--events", "none", "--out", "none"]
+
+
+@pytest.mark.parametrize("there", [(), FAISS[:2], FAISS[1:3], (FAISS[0], FAISS[-1])])
+def test_no_faiss_and_two_of_them_are_named_with_what_to_do(there):
+    done = run(WHEELS + COMMANDS, " ".join(there), json.dumps([["doctor"], BUILD]))
+    assert done.returncode == 0, done.stderr
+    line, status, *others = done.stderr.splitlines()
+    assert others == [line, status] and status == "status 1"
+    assert line.startswith("error: ") and "pip " in line
+    assert all(name in line for name in there or ("faiss-cpu", "faiss-gpu"))
 
 
 def test_the_client_names_what_to_install():

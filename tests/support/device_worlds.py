@@ -117,6 +117,7 @@ class Recommending:
     index: PlainIndex
     graph: ItemGraph
     device: str
+    heads: Heads
 
     def root(self, events: int) -> Prefix:
         """Returns a random history of `events` items."""
@@ -194,7 +195,7 @@ def recommending(device: str, form: Any = "items", autoregressive: bool = True) 
     graph = ItemGraph(near, torch.arange(5, dtype=torch.int32)).to(device)
     index = PlainIndex(item_vectors(retriever, model).numpy())
     engine = build_engine(EngineModels(model, heads=heads), SMALL)
-    return Recommending(engine, model, trie, live, index, graph, device)
+    return Recommending(engine, model, trie, live, index, graph, device, heads)
 
 
 @dataclass

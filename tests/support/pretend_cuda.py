@@ -21,6 +21,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,6 +33,7 @@ PACKAGE = str(ROOT / "recserve") + os.sep
 ATTENTION = PACKAGE + os.path.join("kernels", "attention", "attention.py")
 OPERATORS = PACKAGE + os.path.join("kernels", "backend.py")
 CUDA = torch.device("cuda", 0)
+STREAM = 7  # handle of the only stream
 aten = torch.ops.aten
 
 READS = {
@@ -67,6 +69,7 @@ class PretendTensor(torch.Tensor):
     """
 
     inner: torch.Tensor
+    _addresses: set = set()
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
@@ -90,6 +93,21 @@ class PretendTensor(torch.Tensor):
 
     def __repr__(self):
         return f"Pretend{self.inner!r}"
+
+    @property
+    def __cuda_array_interface__(self):
+        self._addresses.add(self.inner.data_ptr())
+        kinds = {torch.float32: "<f4", torch.int64: "<i8"}
+        strides = None if self.inner.is_contiguous() else self.inner.stride()
+        return {
+            "data": (self.inner.data_ptr(), False), "shape": tuple(self.shape), "strides": strides,
+            "typestr": kinds[self.dtype], "version": 2,
+        }  # fmt: skip
+
+    @classmethod
+    def holds(cls, address):
+        """Whether an address was given as that of an array on the device."""
+        return address in cls._addresses
 
     def numpy(self, **options):
         raise TypeError("can't convert cuda:0 device type tensor to numpy; use .cpu() first")
@@ -164,6 +182,8 @@ class PretendCuda(TorchDispatchMode):
         self._before = torch.cuda._lazy_init, torch._C._only_lift_cpu_tensors()
         self._synchronize = torch.cuda.synchronize
         torch.cuda._lazy_init = lambda: None
+        self._stream = torch.cuda.current_stream
+        torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=STREAM)
         torch.cuda.synchronize = lambda device=None: self._fail_if_lost()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a `.to`
         self._devices.__enter__()
@@ -172,6 +192,7 @@ class PretendCuda(TorchDispatchMode):
     def __exit__(self, *error):
         torch.cuda._lazy_init = self._before[0]
         torch.cuda.synchronize = self._synchronize
+        torch.cuda.current_stream = self._stream
         torch._C._set_only_lift_cpu_tensors(self._before[1])
         super().__exit__(*error)
         self._devices.__exit__(*error)

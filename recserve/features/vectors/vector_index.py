@@ -14,6 +14,7 @@ import faiss
 import numpy as np
 
 from recserve.features.tables.arrays import GrowableArray, are_among
+from recserve.features.vectors.faiss_gpu import FaissGpu, GpuLists
 from recserve.features.vectors.faiss_threads import one_thread
 
 FLAT_BELOW = 50_000
@@ -103,15 +104,22 @@ class FaissIndex:
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Implements `VectorIndex.search` of core/request.py; row -1 pads if k exceeds I."""
-        everywhere = k * ALL_LISTS_SHARE > self.num_items
         parameters = None
         if self.num_lists:
-            read = self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_SHARE)
-            parameters = faiss.SearchParametersIVF(nprobe=read)  # type: ignore[call-arg]
+            parameters = faiss.SearchParametersIVF(nprobe=self.num_probed(k))  # type: ignore[call-arg]
         queries = np.ascontiguousarray(queries, np.float32)
         with one_thread():
             scores, rows = self._index.search(queries, k, params=parameters)
         return rows, scores
+
+    def num_probed(self, k: int) -> int:
+        """Returns how many inverted lists a search for k items reads."""
+        everywhere = k * ALL_LISTS_SHARE > self.num_items
+        return self.num_lists if everywhere else math.ceil(self.num_lists / LISTS_SHARE)
+
+    def lists_on(self, gpu: FaissGpu, stream: int) -> GpuLists | None:
+        """Copies the inverted lists to a device; None if the index is flat."""
+        return gpu.lists(self._index, stream) if self.num_lists else None
 
     def vectors(self, rows: np.ndarray) -> np.ndarray:
         """Implements `VectorIndex.vectors` of core/request.py."""
@@ -199,6 +207,16 @@ class VersionIndex:
         found[own] = self.later.vectors.view(self.num_later)[places[own]]
         found[~own] = self.base.vectors(rows[~own])
         return found
+
+    def base_rows(self) -> np.ndarray:
+        """Returns the ascending rows that are in the base."""
+        known, later = np.arange(self.num_rows), self.later.rows.view(self.num_later)
+        return np.asarray(known[~are_among(known, np.union1d(self.left_out, later))])
+
+    def later_rows(self, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows [n] and vectors [n, E] of the later rows from number `start` on."""
+        stop = self.num_later
+        return self.later.rows.view(stop)[start:], self.later.vectors.view(stop)[start:]
 
     def at(self, num_rows: int, removed_rows: np.ndarray, vectors_of: VectorsOf) -> VersionIndex:
         """Returns the index of the next version, with the rows that this version lacks.

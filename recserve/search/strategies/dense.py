@@ -30,6 +30,7 @@ from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.recommender import Recommender
+from recserve.search.device_index import DeviceIndex
 from recserve.search.strategy import Heads, RecommendStrategy
 
 MERGE_COSINE = 0.98  # smallest cosine at which two vectors are merged
@@ -78,16 +79,19 @@ class Queries:
         vectors: [n, E] float32 unit vectors.
         owners: [n] ascending request numbers.
         budgets: [n] slate places of each vector.
+        numbers: [n] number of each vector among those of its request.
     """
 
     vectors: np.ndarray
     owners: np.ndarray
     budgets: np.ndarray
+    numbers: np.ndarray
 
     def of(self, requests: np.ndarray) -> Queries:
         """Returns the queries of some requests. Request numbers do not change."""
         own = np.isin(self.owners, requests)
-        return Queries(self.vectors[own], self.owners[own], self.budgets[own])
+        columns = (self.vectors, self.owners, self.budgets, self.numbers)
+        return Queries(*(column[own] for column in columns))
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,12 @@ def nearest(
         on_device(part, last_hidden.device) for part in np.divmod(used, len(config.offset_bounds))
     )
     vectors = retriever.queries(last_hidden[:, None], outcomes, offsets)
-    return retrieve(queries_of(vectors, budgets[:, used]), index, requests)
+    if isinstance(index, DeviceIndex):
+        depth = max(first_depth(request, index.num_items) for request in requests)
+        host, rows = index.search_then_read(vectors, depth)
+        return retrieve(queries_of(host, budgets[:, used]), index, requests, rows)
+    host = vectors.float().cpu().numpy()  # the only host sync: faiss reads host memory
+    return retrieve(queries_of(host, budgets[:, used]), index, requests)
 
 
 def _shares(request: SlateQuery, default: tuple[float, ...]) -> np.ndarray:
@@ -208,32 +217,42 @@ def merge_alike(vectors: np.ndarray, budgets: np.ndarray) -> np.ndarray:
     return merged
 
 
-def queries_of(vectors: Tensor, budgets: np.ndarray) -> Queries:
+def queries_of(vectors: np.ndarray, budgets: np.ndarray) -> Queries:
     """Returns the vectors that have a place to fill, after merging.
 
     Args:
-        vectors: [B, V, E].
+        vectors: [B, V, E] float32.
         budgets: [B, V].
 
     Raises:
         NotFinite: If a vector is not finite. The engine then starts the requests of the batch one
             by one.
     """
-    host = vectors.float().cpu().numpy()  # the only host sync: faiss reads host memory
-    if not np.isfinite(host).all():
+    if not np.isfinite(vectors).all():
         raise NotFinite
-    budgets = merge_alike(host, budgets)
+    budgets = merge_alike(vectors, budgets)
     owners, which = budgets.nonzero()
-    return Queries(host[owners, which], owners, budgets[owners, which])
+    return Queries(vectors[owners, which], owners, budgets[owners, which], which)
 
 
-def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) -> list[Retrieved]:
+def retrieve(
+    queries: Queries,
+    index: VectorIndex,
+    requests: Seq[SlateQuery],
+    searched: np.ndarray | None = None,
+) -> list[Retrieved]:
     """Returns the items of each request: k items wherever the filter and the caps leave k.
 
     One search covers all requests. Requests with too few allowed items are searched again,
     DEPTH_FACTOR times deeper, and finally through the whole index. Those with a vector that found
     fewer items of its own than it has places are searched once more only: another vector may be
     nearer to all items there are.
+
+    Args:
+        queries: n queries of B requests.
+        index: The index of the requests.
+        requests: The requests.
+        searched: [B, V, F] rows near each vector, if the first search has been made already.
     """
     found: dict[int, Retrieved] = {}
     first = np.array([first_depth(request, index.num_items) for request in requests])
@@ -241,7 +260,10 @@ def retrieve(queries: Queries, index: VectorIndex, requests: Seq[SlateQuery]) ->
     waiting = np.arange(len(requests))
     while waiting.size:
         part = queries.of(waiting)
-        rows, _ = index.search(part.vectors, int(depths[waiting].max()))
+        if searched is None:
+            rows, _ = index.search(part.vectors, int(depths[waiting].max()))
+        else:
+            rows, searched = searched[part.owners, part.numbers], None
         usable = (rows >= 0) & (np.arange(rows.shape[1]) < depths[part.owners][:, None])
         usable &= _mask_allowed(rows, part.owners, requests)
         items = _assign(part, rows, usable, index)
