@@ -134,11 +134,14 @@ def check_device() -> Finding:
 
 def check_faiss() -> Finding:
     """Says which package of faiss is installed, and where it can search and cluster."""
+    try:
+        found = find_faiss()
+    except RuntimeError as error:
+        return Finding("faiss", "fail", str(error))
     import torch
 
     from recserve.features.vectors.faiss_gpu import has_gpu
 
-    found = find_faiss()
     if has_gpu():
         return Finding("faiss", "ok", f"{found}, on the GPU and the CPU")
     if torch.cuda.is_available():
