@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from recserve.experiments.experiment import Experiment
-from recserve.experiments.settings import parse_experiments
+from recserve.experiments.settings import nest_fields, parse_experiments
 from recserve.experiments.tallies import ArmResult, ArmTally, percentile
-from recserve.schemas.items import RecommendRequest
+from recserve.schemas.items import InvalidRequest, RecommendRequest
 
 GUARD = {"window_s": 100, "min_requests": 100, "p99_factor": 1.5}
 
@@ -79,6 +79,15 @@ def test_errors_of_all_arms_stop_nothing(clock):
     assert one.status == "running"
 
 
+def test_the_window_forgets(clock):
+    one = experiment(clock)
+    feed(one, clock, lambda arm: ArmResult(None if arm == "b" else 0.01, arm == "b"), 60)
+    clock.now += 200
+    feed(one, clock, lambda _: ArmResult(0.01), 120)
+    assert one.status == "running"
+    assert one.describe().arms[1].errors == 60
+
+
 def test_start_empties_the_windows(clock):
     one = experiment(clock)
     feed(one, clock, lambda arm: ArmResult(None if arm == "b" else 0.01, arm == "b"), 200)
@@ -93,6 +102,15 @@ def test_without_a_guard_nothing_falls_back(clock):
     one = Experiment(parse_experiments([raw])[0], clock)
     feed(one, clock, lambda arm: ArmResult(None if arm == "b" else 0.01, arm == "b"))
     assert one.status == "running"
+
+
+def test_a_percentile_has_an_interval_where_there_are_enough_values():
+    values = np.arange(1.0, 1001.0)
+    found = percentile(values, 0.99, 0.95)
+    assert found.value == 990 and found.low <= 984 and found.high >= 996
+    few = percentile(values[:50], 0.99, 0.95)
+    assert few.value == 50 and few.high is None
+    assert percentile(values[:0], 0.99, 0.95) is None
 
 
 def test_the_interval_covers_the_percentile():
@@ -117,6 +135,16 @@ def test_slates_that_are_shorter_than_a_quota_take_no_part():
     one = Experiment(settings)
     for k, reason in ((2, "k is below the quota 3 of an arm"), (3, None)):
         assert one.exclusion.reason(RecommendRequest(history=[], k=k)) == reason
+
+
+def test_dotted_names_nest():
+    assert nest_fields({"a.b": 1, "a.c": 2, "d": {"e": 3}}) == {
+        "a": {"b": 1, "c": 2},
+        "d": {"e": 3},
+    }
+    for wrong in ({"a": 1, "a.b": 2}, {"a.b": 1, "a": 2}):
+        with pytest.raises(InvalidRequest):
+            nest_fields(wrong)
 
 
 def test_units_are_counted_once_for_the_sample_ratio(clock):

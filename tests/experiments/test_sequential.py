@@ -14,6 +14,7 @@ from recserve.experiments.statistics import (
     stopping_block,
     stopping_looks,
     time_blocks,
+    tuned_rho,
 )
 
 # A/A runs, and the most alarms of them: more have a probability below 0.5 % where 5 % alarm.
@@ -34,6 +35,14 @@ def test_the_boundary_is_the_published_one():
     assert boundary(t, rho, alpha) == pytest.approx(math.sqrt(inside) * math.sqrt(t))
 
 
+def test_the_sequence_is_tightest_where_it_was_tuned():
+    rho = tuned_rho(100)
+    widths = {t: boundary(t, rho) for t in (25, 50, 100, 200, 400)}
+    other = [boundary(100, tuned_rho(t)) for t in (10, 30, 300, 1000)]
+    assert all(widths[100] < width for width in other)
+    assert 2.5 < widths[100] < 3.2
+
+
 @pytest.mark.parametrize(("runs", "most"), [(30, 4), MANY])
 def test_looking_again_and_again_alarms_in_at_most_five_per_cent(runs, most):
     """A/A runs with about 40 looks; a fixed interval at every look would alarm far more often."""
@@ -44,6 +53,13 @@ def test_looking_again_and_again_alarms_in_at_most_five_per_cent(runs, most):
         alarms += stopping_block(looks) is not None
         naive += any(look.fixed.excludes_zero for look in looks)
     assert alarms <= most < naive
+
+
+def test_a_large_effect_stops_the_run_early():
+    looks = confidence_sequence(experiment(np.random.default_rng(2), effect=0.3), "p50")
+    stop = stopping_block(looks)
+    assert stop is not None and stop < 50
+    assert looks[-1].relative.low < 0.3 < looks[-1].relative.high
 
 
 def test_looks_are_limited_and_end_with_the_last_block():
@@ -66,6 +82,11 @@ def test_runs_of_any_length_have_a_look_at_their_end(total):
     assert seen[0] == min(FIRST_LOOK, total) and seen[-1] == total
     assert seen == sorted(set(seen)) and len(seen) <= MAX_LOOKS + 1
     assert len(seen) == total - seen[0] + 1 or len(seen) > MAX_LOOKS / 2
+
+
+def test_a_plan_of_more_blocks_widens_early_looks():
+    observed = experiment(np.random.default_rng(4))
+    assert confidence_sequence(observed, "mean", planned_blocks=500)[-1].share == 0.1
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from recserve.experiments.statistics import (
     MAX_BLOCKS,
     MIN_BLOCKS,
     STATISTICS,
+    UNBOUNDED,
     BlockScores,
     Observations,
     autocorrelation_time,
@@ -22,6 +23,7 @@ from recserve.experiments.statistics import (
     time_blocks,
     unit_inflation,
 )
+from recserve.load.comparison import percent
 
 
 def waves(size, keep, drawn):
@@ -48,6 +50,11 @@ def test_correlation_time_is_that_of_theory(keep):
     wanted = (1 + keep) / (1 - keep)
     assert autocorrelation_time(series) == pytest.approx(wanted, rel=0.2)
     assert effective_size(series) == pytest.approx(100_000 / wanted, rel=0.25)
+
+
+@pytest.mark.parametrize("series", [[], [1.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
+def test_short_and_constant_series_have_correlation_time_one(series):
+    assert autocorrelation_time(np.array(series)) == 1.0
 
 
 def test_waves_that_hit_both_arms_do_not_count_for_the_difference():
@@ -96,6 +103,26 @@ def test_the_sign_test_is_the_exact_one():
     assert sign_test(np.zeros(10)) == sign_test(np.array([1.0, -1.0])) == 1.0
 
 
+def test_interval_and_p_value_agree():
+    drawn = np.random.default_rng(3)
+    for effect in (0.0, 0.02, 0.05):
+        observed = experiment(drawn, effect=effect)
+        found = compare(observed, "p90")
+        assert found.relative.excludes_zero == (found.p_value < 0.05)
+
+
+def test_an_interval_without_an_end_is_marked_and_stays_a_number():
+    """Two blocks never give a sum that fewer than 5 % of the signs reach."""
+    observed = Observations(
+        np.array([1.0, 2.0, 1.1, 2.2]), np.array([False, True, False, True]), np.array([0, 0, 1, 1])
+    )
+    found = compare(observed, "mean")
+    assert found.relative.high == pytest.approx(UNBOUNDED - 1)
+    assert percent(found.relative.high) == "+\N{INFINITY}"
+    assert np.isfinite([found.absolute.low, found.absolute.high, found.log_error]).all()
+    assert not found.relative.excludes_zero
+
+
 def test_the_error_of_independent_means_is_that_of_theory():
     """Log ratio of two means: sqrt of the summed squared relative errors, within 15 %."""
     drawn = np.random.default_rng(11)
@@ -130,6 +157,18 @@ def test_false_alarms_on_waves_stay_near_five_per_cent(statistic):
     assert low <= alarms <= high
 
 
+def test_independent_requests_would_raise_false_alarms_where_arms_take_turns():
+    """Why arms are interleaved: A first and then B on the same waves, 100 runs."""
+    drawn = np.random.default_rng(9)
+    alarms = 0
+    for _ in range(100):
+        observed = experiment(drawn)
+        half = len(observed.values) // 2
+        logs = np.log(observed.values)
+        alarms += stats.ttest_ind(logs[:half], logs[half:]).pvalue < 0.05
+    assert alarms > 50
+
+
 def test_units_that_stay_in_one_arm_widen_the_interval():
     """40 users with levels of their own, 200 A/A runs by user: alarms at 5 % with units counted."""
     drawn = np.random.default_rng(6)
@@ -147,6 +186,11 @@ def test_units_that_stay_in_one_arm_widen_the_interval():
     low, high = stats.binom.interval(0.998, 200, 0.05)
     assert low <= alarms <= high
     assert unit_inflation(counted, "p50") > 2
+
+
+def test_units_drawn_anew_for_each_request_change_nothing():
+    observed = experiment(np.random.default_rng(8))
+    assert unit_inflation(observed, "p99") == 1.0
 
 
 @pytest.mark.parametrize(

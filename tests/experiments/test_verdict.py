@@ -14,6 +14,7 @@ from recserve.experiments.experiment import Experiment
 from recserve.experiments.saved_counts import SavedCounts
 from recserve.experiments.settings import parse_experiments
 from recserve.experiments.tallies import MAX_SEEN, ArmResult, SeenEvents
+from recserve.experiments.verdict import duration
 from recserve.schemas.experiments import ExperimentNotSaved
 from recserve.schemas.items import InvalidRequest
 
@@ -133,6 +134,28 @@ def test_equal_arms_are_not_yet_judged_and_the_days_that_are_left_are_said():
     assert verdict(one).days == pytest.approx(first.days - ran, rel=0.3)
 
 
+def test_arms_that_surely_differ_by_little_are_told_apart_from_unknown_ones():
+    one = experiment(smallest_effect=1.0)
+    traffic(one, {"control": 0.2, "rpg": 0.2}, requests=3000)
+    assert verdict(one).kind == "no_difference"
+    assert "differ by less than 100 %" in verdict(one).text
+
+
+def test_what_is_missing_is_said():
+    one = experiment()
+    assert verdict(one).text == (
+        "not yet: no clicks; send events of type click with the attribution_token of the answer"
+    )
+    arm = answer(one, "anna")
+    one.count_event(arm, "anna", "event", "a")
+    assert "(1 attributed events are of other types, see goals)" in verdict(one).text
+    for number in range(60):
+        one.count_event(arm, "anna", "click", str(number))
+        if number == 30:
+            assert verdict(one).text == "not yet: 31 of at least 50 clicks"
+    assert verdict(one).text == "not yet: 0 users in an arm, at least 30 are needed"
+
+
 def test_an_event_counts_once_per_answer_item_and_type():
     one = experiment(goals=["purchase", "click"])
     arm = answer(one, "anna")
@@ -149,6 +172,15 @@ def test_a_server_remembers_a_bounded_number_of_events():
     seen = SeenEvents()
     assert all(seen.add(str(number)) for number in range(MAX_SEEN + 10))
     assert len(seen.keys()) == MAX_SEEN and not seen.add(str(MAX_SEEN)) and seen.add("0")
+
+
+def test_three_arms_have_a_verdict_each():
+    arms = [{"name": name} for name in ("control", "a", "b")]
+    one = experiment(arms=arms)
+    traffic(one, {"control": 0.1, "a": 0.1, "b": 0.02}, requests=3000)
+    assert [arm.verdict and arm.verdict.kind for arm in one.describe().arms] == [
+        *(None, "not_yet", "keep_control"),
+    ]
 
 
 def test_users_that_are_not_divided_by_the_weights_make_it_invalid():
@@ -215,6 +247,12 @@ def test_the_teams_of_interleaved_slates_are_compared(clicks, kind, words):
     assert again.describe().arms[1].goals == arm.goals
 
 
+def test_arms_that_are_interleaved_have_no_diversity():
+    arms = [{"name": "control"}, {"name": "b", "fields": {"diversity.category": 2}}]
+    with pytest.raises(InvalidRequest, match=r"arms\[1\].fields.diversity: expected none in mode"):
+        experiment(mode="interleaved", arms=arms)
+
+
 def test_goals_are_different():
     with pytest.raises(InvalidRequest, match="expected different types, got click, click"):
         experiment(goals=["click", "click"])
@@ -249,6 +287,14 @@ def test_the_first_verdict_stays_beside_a_later_one_that_says_less(tmp_path):
     again.start()
     assert again.describe().arms[1].first_verdict == first
     store.close()
+
+
+def test_a_failing_guardrail_is_no_first_verdict():
+    one = experiment(guard=GUARD)
+    fall_back(one)
+    assert verdict(one).kind == "keep_control"
+    one.start()
+    assert one.describe().arms[1].first_verdict is None
 
 
 @pytest.mark.parametrize(
@@ -425,3 +471,18 @@ def test_counts_of_other_settings_are_set_aside(tmp_path, changes, caplog):
     assert sum(arm.requests for arm in other.describe().arms) == 0
     assert "experiment fast counts from zero" in caplog.text
     assert (tmp_path / "fast.counts.old").exists()
+
+
+@pytest.mark.parametrize(
+    ("days", "words"),
+    [
+        (0.0, "1 more minute"),
+        (0.05, "72 more minutes"),
+        (0.5, "12 more hours"),
+        (1.5, "36 more hours"),
+        (2.5, "3 more days"),
+        (400, "more than a year"),
+    ],
+)
+def test_times_are_said_in_their_unit(days, words):
+    assert duration(days) == words
