@@ -24,6 +24,7 @@ from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import SHARED
 from recserve.features.tables.items import ATTRIBUTE, RESERVED, ItemTable, read_items
 from recserve.features.tables.parquet import BadRowError, BadRows, OnBadRows, SchemaError
+from recserve.features.vectors.faiss_gpu import FaissGpu, faiss_gpu, has_gpu
 from recserve.features.vectors.quantizer import check_sizes, fit_quantizer, reconstruction_error
 from recserve.features.vectors.text_encoder import TextEncoder, unit
 from recserve.features.vectors.vectors import (
@@ -60,6 +61,8 @@ class BuildOptions:
         collaborative_dim: Size of the collaborative part. 0 leaves the part out.
         collaborative_weight: Weight of the collaborative part relative to the other part.
         seed: Seed of all random choices.
+        device: Where vectors are clustered. `auto` takes a GPU where faiss is built for it. The
+            bundle records which it was, because codes may differ between devices.
         on_bad_rows: `error` stops if a row is invalid, `skip` drops and counts it.
         split: Separators by name of a text column of the items, which becomes a list of texts.
         columns: Names of columns in the files by our name, such as `item_id`. `TABLE.NAME` is that
@@ -81,6 +84,7 @@ class BuildOptions:
     collaborative_dim: int = 128
     collaborative_weight: float = 1.0
     seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
     on_bad_rows: OnBadRows = "error"
     split: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -106,6 +110,8 @@ class BuildOptions:
         for name, separator in self.split.items():
             if not separator:
                 raise ValueError(f"split of {name} is empty; expected a separator")
+        if self.device == "cuda":
+            _gpu(self.device)
         tables = {"items": RESERVED, "events": COLUMNS}
         check_columns(
             self.columns, tables if self.embeddings is None else tables | {"embeddings": VECTORS}
@@ -263,7 +269,8 @@ def rebuild_bundle(
     recorded = {**bundle.manifest.build, "event_kinds": bundle.manifest.event_kinds}
     if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}
-    known = {one.name for one in fields(BuildOptions)} & recorded.keys()
+    # A rebuild runs anywhere, so it clusters on the CPU.
+    known = {one.name for one in fields(BuildOptions)} & recorded.keys() - {"device"}
     own = bundle.path(names.VECTORS) if recorded.get("own_vectors") else None
     options = BuildOptions(bundle.path(names.CATALOG), bundle.path(names.EVENTS), out, own)
     options = replace(options, **{name: recorded[name] for name in known})
@@ -293,8 +300,9 @@ def _write(
     """
     popularity = events.positive(options.event_kinds).leave_one_out().train.popularity(len(items))
     sizes = options.codebook_sizes(len(items))
-    quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed)
-    codes = quantizer.encode(vectors)
+    gpu = _gpu(options.device)
+    quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed, gpu)
+    codes = quantizer.encode(vectors, gpu)
     lost = reconstruction_error(vectors, quantizer.decode(codes))
     index, report = build_semantic_ids(items.ids, codes, quantizer.codebook_sizes, popularity)
     log(f"vectors of {vectors.shape[1]} dimensions, {lost:.1%} of their variance lost in the codes")
@@ -310,6 +318,11 @@ def _write(
         pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
         bundle.commit("build", _record(options, events, report, lost))
     return Bundle.open(options.out), index, report, lost
+
+
+def _gpu(device: str) -> FaissGpu | None:
+    """Returns faiss on the GPU; None for the CPU. Raises ValueError for `cuda` without a GPU."""
+    return faiss_gpu() if device == "cuda" or (device == "auto" and has_gpu()) else None
 
 
 def _check_shared(options: BuildOptions, *reports: BadRows) -> None:
@@ -403,6 +416,7 @@ def _record(
         for name, value in asdict(options).items()
         if name not in ("items", "events", "out", "embeddings", "columns", "event_kinds")
     }
+    recorded["device"] = "cpu" if _gpu(options.device) is None else "cuda"
     # A bundle without other kinds is the same as before there were kinds.
     kinds = options.event_kinds.record(events.type_names)
     recorded |= {"event_kinds": kinds} if kinds else {}

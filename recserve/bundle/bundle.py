@@ -578,6 +578,7 @@ CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
         "collaborative_dim": _whole(0, MAX_DIM),
         "collaborative_weight": _number(5e-324, MAX_COLLABORATIVE_WEIGHT),
         "seed": _whole(0, MAX_SEED),
+        "device": _one_of("cpu", "cuda"),
         "on_bad_rows": _one_of("error", "skip"),
         "split": _texts,
         "own_vectors": _one_of(True, False),

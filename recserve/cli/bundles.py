@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from recserve.cli.flags import BundleFlag, ColumnFlag, DeviceFlag, column_names, numbers, pairs
+from recserve.cli.flags import (
+    BundleFlag,
+    ColumnFlag,
+    Device,
+    DeviceFlag,
+    column_names,
+    numbers,
+    pairs,
+)
 
 
 def build(
@@ -39,6 +47,9 @@ def build(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of vectors and quantiser.")] = 0,
+    device: Annotated[
+        Device, typer.Option(help="Where vectors are clustered; codes may differ between devices.")
+    ] = "cpu",
     on_bad_rows: Annotated[
         Literal["error", "skip"], typer.Option(help="What to do with unusable rows.")
     ] = "error",
@@ -78,6 +89,7 @@ def build(
         levels=levels,
         codes=None if codes is None else _codes(codes),
         seed=seed,
+        device=device,
         on_bad_rows=on_bad_rows,
         split=pairs(split, "--split", "NAME=SEPARATOR"),
         columns=column_names(column),

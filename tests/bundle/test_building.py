@@ -1,6 +1,7 @@
 """Building: from Parquet to a bundle, deterministic, whole or not at all."""
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from recserve.bundle.building import BuildOptions, BuildReport, build_bundle, re
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
 from recserve.features.tables.parquet import BadRowError, SchemaError
+from tests.support.grids import covering
+from tests.support.pretend_faiss import installed
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,32 @@ def test_same_input_same_bundle(files: SyntheticFiles, tmp_path: Path, quantizer
     assert reports[0].catalog_version == reports[1].catalog_version
     other = build(files, tmp_path / "three", quantizer=quantizer, seed=1)
     assert other.catalog_version != reports[0].catalog_version
+
+
+@pytest.mark.parametrize(
+    "quantizer,device,built",
+    covering(("residual", "product"), ("auto", "cpu", "cuda"), (True, False), pairs=True),
+)
+def test_the_device_that_clusters_is_chosen_and_recorded(
+    files: SyntheticFiles, tmp_path: Path, quantizer: str, device: str, built: bool
+) -> None:
+    """The stand-in computes as the CPU does, so the codes are the same."""
+    same = build(files, tmp_path / "cpu", quantizer=quantizer)
+    with installed() if built else nullcontext() as gpu:
+        if device == "cuda" and not built:
+            with pytest.raises(ValueError, match="faiss-gpu"):
+                build(files, tmp_path / "b", quantizer=quantizer, device=device)
+            return
+        made = build(files, tmp_path / "b", quantizer=quantizer, device=device)
+        there = built and device != "cpu"
+        # On each of two levels: k-means, what it leaves over, and the codes.
+        assert gpu is None or (gpu.calls >= 6 if there else not gpu.calls)
+    bundle = Bundle.open(made.out)
+    assert bundle.manifest.build["device"] == ("cuda" if there else "cpu")
+    codes = [Bundle.open(out).catalog().semantic_ids.codes for out in (same.out, made.out)]
+    np.testing.assert_array_equal(*codes)
+    again = rebuild_bundle(bundle, bundle.events(), tmp_path / "again", lambda line: None)
+    assert again.manifest.build["device"] == "cpu"
 
 
 def test_report_counts(files: SyntheticFiles, tmp_path: Path) -> None:

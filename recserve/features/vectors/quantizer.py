@@ -21,6 +21,7 @@ import faiss
 import numpy as np
 from safetensors.numpy import save_file
 
+from recserve.features.vectors.faiss_gpu import FaissGpu
 from recserve.features.vectors.faiss_threads import one_thread
 from recserve.files import UnreadableFile, read_arrays, read_json_object, whole_file
 
@@ -44,8 +45,8 @@ class Quantizer(Protocol):
     def dim(self) -> int:
         """F, the size of the vectors."""
 
-    def encode(self, vectors: np.ndarray) -> np.ndarray:
-        """Maps vectors [I, F] to codes [I, L] uint16."""
+    def encode(self, vectors: np.ndarray, gpu: FaissGpu | None = None) -> np.ndarray:
+        """Maps vectors [I, F] to codes [I, L] uint16, on the CPU or a GPU."""
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """Maps codes [I, L] to vectors [I, F] float32."""
@@ -65,13 +66,16 @@ class ResidualQuantizer:
     codebooks: tuple[np.ndarray, ...]
 
     @staticmethod
-    def fit(vectors: np.ndarray, sizes: Sequence[int], seed: int) -> ResidualQuantizer:
+    def fit(
+        vectors: np.ndarray, sizes: Sequence[int], seed: int, gpu: FaissGpu | None = None
+    ) -> ResidualQuantizer:
         """Fits k-means on the residual, level by level, with at most 128 vectors per code.
 
         Args:
             vectors: [I, F] item vectors.
             sizes: [L] codes of each level. Fewer items than codes give codebooks of I entries.
             seed: Seed of k-means.
+            gpu: Where to cluster; None is the CPU. Codes may differ between devices.
 
         Raises:
             ValueError: If a size is out of range or there are no vectors.
@@ -80,8 +84,8 @@ class ResidualQuantizer:
         codebooks = []
         for level, codes in enumerate(sizes):
             size = min(codes, len(residual))
-            codebooks.append(_means(residual, size, KMEANS_ROUNDS, seed + level + 1))
-            residual = residual - codebooks[-1][_nearest(codebooks[-1], residual)]
+            codebooks.append(_means(residual, size, KMEANS_ROUNDS, seed + level + 1, gpu=gpu))
+            residual = residual - codebooks[-1][_nearest(codebooks[-1], residual, gpu)]
         return ResidualQuantizer(tuple(codebooks))
 
     @property
@@ -94,12 +98,12 @@ class ResidualQuantizer:
         """F, the size of the vectors."""
         return int(self.codebooks[0].shape[1])
 
-    def encode(self, vectors: np.ndarray) -> np.ndarray:
+    def encode(self, vectors: np.ndarray, gpu: FaissGpu | None = None) -> np.ndarray:
         """Maps [I, F] to codes [I, L] uint16, the nearest entry level by level."""
         residual = _check_width(vectors, self.codebooks[0].shape[1])
         codes = np.empty((len(residual), len(self.codebooks)), dtype=np.uint16)
         for level, book in enumerate(self.codebooks):
-            nearest = _nearest(book, residual)
+            nearest = _nearest(book, residual, gpu)
             codes[:, level] = nearest
             residual = residual - book[nearest]
         return codes
@@ -141,7 +145,9 @@ class ProductQuantizer:
     codebooks: np.ndarray
 
     @staticmethod
-    def fit(vectors: np.ndarray, sizes: Sequence[int], seed: int) -> ProductQuantizer:
+    def fit(
+        vectors: np.ndarray, sizes: Sequence[int], seed: int, gpu: FaissGpu | None = None
+    ) -> ProductQuantizer:
         """Fits rotation and codebooks in turns (optimised product quantisation).
 
         Args:
@@ -149,6 +155,7 @@ class ProductQuantizer:
             sizes: [L] codes of each sub-vector, all equal, typically for 16 to 64 sub-vectors.
                 Fewer items than codes give codebooks of I entries.
             seed: Seed of sampling and k-means.
+            gpu: Where to cluster; None is the CPU. Codes may differ between devices.
 
         Raises:
             ValueError: If a size is out of range or differs from another, L exceeds F, or there
@@ -172,13 +179,13 @@ class ProductQuantizer:
         for turn, rounds in enumerate(OPQ_KMEANS_ROUNDS):
             parts = np.split(padded @ rotation.T, levels, axis=1)
             books = [
-                _means(_widen(part), size, rounds, seed + level + 1, book)
+                _means(_widen(part), size, rounds, seed + level + 1, book, gpu)
                 for level, (part, book) in enumerate(zip(parts, books, strict=True))
             ]
             if turn + 1 < len(OPQ_KMEANS_ROUNDS):
                 # Orthogonal Procrustes: the rotation that best fits the decoded vectors.
                 decoded = [
-                    book[_nearest(book, _widen(part)), :width]
+                    book[_nearest(book, _widen(part), gpu), :width]
                     for part, book in zip(parts, books, strict=True)
                     if book is not None
                 ]
@@ -197,12 +204,12 @@ class ProductQuantizer:
         """F, the size of the vectors."""
         return int(self.rotation.shape[1])
 
-    def encode(self, vectors: np.ndarray) -> np.ndarray:
+    def encode(self, vectors: np.ndarray, gpu: FaissGpu | None = None) -> np.ndarray:
         """Maps [I, F] to codes [I, L] uint16, the nearest entry of each sub-vector."""
         turned = _check_width(vectors, self.rotation.shape[1]) @ self.rotation.T
         codes = np.empty((len(turned), len(self.codebooks)), dtype=np.uint16)
         for level, part in enumerate(np.split(turned, len(self.codebooks), axis=1)):
-            codes[:, level] = _nearest(_widen(self.codebooks[level]), _widen(part))
+            codes[:, level] = _nearest(_widen(self.codebooks[level]), _widen(part), gpu)
         return codes
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -241,9 +248,11 @@ QUANTIZERS: dict[str, type[ResidualQuantizer] | type[ProductQuantizer]] = {
 }
 
 
-def fit_quantizer(kind: str, vectors: np.ndarray, sizes: Sequence[int], seed: int) -> Quantizer:
+def fit_quantizer(
+    kind: str, vectors: np.ndarray, sizes: Sequence[int], seed: int, gpu: FaissGpu | None = None
+) -> Quantizer:
     """Fits the quantiser of a kind with sizes [L]. Raises ValueError for an unknown kind."""
-    return _by_name(kind).fit(vectors, sizes, seed)
+    return _by_name(kind).fit(vectors, sizes, seed, gpu)
 
 
 def load_quantizer(folder: Path) -> Quantizer:
@@ -267,7 +276,12 @@ def _by_name(kind: str) -> type[ResidualQuantizer] | type[ProductQuantizer]:
 
 
 def _means(
-    vectors: np.ndarray, size: int, rounds: int, seed: int, start: np.ndarray | None = None
+    vectors: np.ndarray,
+    size: int,
+    rounds: int,
+    seed: int,
+    start: np.ndarray | None = None,
+    gpu: FaissGpu | None = None,
 ) -> np.ndarray:
     """Returns [size, F] float32 k-means centroids. `start` [size, F] are initial centroids."""
     model = faiss.Kmeans(
@@ -278,6 +292,8 @@ def _means(
         min_points_per_centroid=1,
         max_points_per_centroid=POINTS_PER_CODE,
     )
+    if gpu is not None:
+        model.index = gpu.copy(model.index)
     model.train(vectors, init_centroids=start)
     return np.ascontiguousarray(model.centroids, dtype=np.float32)
 
@@ -287,9 +303,11 @@ def _widen(vectors: np.ndarray) -> np.ndarray:
     return np.pad(vectors, ((0, 0), (0, max(0, MIN_WIDTH - vectors.shape[1]))))
 
 
-def _nearest(book: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+def _nearest(book: np.ndarray, vectors: np.ndarray, gpu: FaissGpu | None = None) -> np.ndarray:
     """Returns [n] int64 nearest entry (Euclidean) of each vector."""
-    index = faiss.IndexFlatL2(book.shape[1])
+    index: faiss.Index = faiss.IndexFlatL2(book.shape[1])
+    if gpu is not None:
+        index = gpu.copy(index)
     index.add(book)
     with one_thread() if len(vectors) < ONE_THREAD_BELOW else nullcontext():
         nearest: np.ndarray = index.search(vectors, 1)[1][:, 0]
