@@ -72,11 +72,16 @@ def parse_json(content: bytes, path: Path) -> Any:
         UnreadableFile: If it is not JSON in UTF-8, or is nested too deeply.
     """
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), parse_int=_whole)
     except RecursionError as error:
         raise UnreadableFile(f"{path} is nested too deeply to be read") from error
     except ValueError as error:
         raise UnreadableFile(f"{path} is not JSON: {error}") from error
+
+
+def _whole(digits: str) -> int | float:
+    """Returns a whole number. One that no float holds is infinite, as in `1e999`."""
+    return int(digits) if len(digits) < 300 else float(digits)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -182,6 +187,8 @@ def read_arrays(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
         arrays = load_file(regular_file(path))
     except (SafetensorError, OSError) as error:
         raise UnreadableFile(f"{path} is not a safetensors file: {error}") from error
+    except AttributeError as error:  # an element type that numpy lacks
+        raise UnreadableFile(f"{path} has an array of another type: {error}") from error
     if missing := sorted(set(names) - arrays.keys()):
         raise UnreadableFile(f"{path} has no array {missing[0]!r}")
     if left := sorted(arrays.keys() - set(names)):

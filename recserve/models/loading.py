@@ -37,7 +37,7 @@ from recserve.models.config import (
     check_number,
 )
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.weight_check import largest
+from recserve.models.weight_check import FLOATS, largest
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,6 @@ FACTOR = (1e-6, 1e6)
 # Products with larger weights leave the range of float32.
 MAX_WEIGHT = 2.0**64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOATS = (*DTYPES.values(), torch.float64)
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # Tensors of drafters that map tokens.
 TABLES = ("d2t", "t2d", "token_map")
@@ -615,6 +614,8 @@ def read_tensor(file: Any, name: str, path: Path) -> Tensor:
     if tensor.dtype not in (WHOLE if table else FLOATS):
         needed = "integers or truth values" if table else "float16, bfloat16, float32 or float64"
         raise UnsupportedModel(f"{path}: {name} is {tensor.dtype}; expected {needed}")
+    if not (table or tensor.ndim):
+        raise UnsupportedModel(f"{path}: {name} is one number; expected a vector or a matrix")
     return tensor
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def largest(weight: Tensor) -> float:
     """Returns the largest magnitude in a weight; NaN if it contains NaN.
@@ -68,8 +70,10 @@ def check_weights(
     for name, shape in expected.items():
         if name not in weights:
             continue
-        if not weights[name].is_floating_point():
-            raise ValueError(f"{file}: {name} is {weights[name].dtype}; expected a float")
+        if weights[name].dtype not in FLOATS:
+            raise ValueError(
+                f"{file}: {name} is {weights[name].dtype}; expected a float of 16 bits or more"
+            )
         if weights[name].shape != shape:
             raise ValueError(
                 f"{file} does not fit its config.json: {name} is {tuple(weights[name].shape)}; the "

@@ -247,7 +247,7 @@ class RankingTables:
 
 def _check_fitted(num_items: int, fitted: Mapping[str, np.ndarray]) -> None:
     """Raises ValueError if the counts of a file do not fit each other or the settings."""
-    pairs = len(fitted["neighbours"])
+    pairs = fitted["neighbours"].size
     expected = {
         "item_counts": ("f", num_items),
         "value_sums": ("f", num_items),
