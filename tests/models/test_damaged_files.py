@@ -174,8 +174,8 @@ def test_a_file_without_its_content_is_refused_by_name(name, folder, load):
     load()
 
 
-WRONG = (True, "", "x", 0, -1, 1.5, 1e30, math.nan, math.inf, 2**70, 10**400, [True], [], {}, {"a": 1})
-WRONG += ("Llama", "gemma2", ["x"], [["x"]], -0.5, -1e-6)
+WRONG = (True, "", "x", 0, -1, 1.5, 1e30, math.nan, math.inf, 2**70, [True], [], {}, {"a": 1})
+WRONG += (10**400, "Llama", "gemma2", ["x"], [["x"]], -0.5, -1e-6)
 # Fields without an effect here, whatever their value is.
 NEUTRAL = {
     *("architectures", "attention_dropout", "dtype", "torch_dtype", "initializer_range"),
