@@ -6,6 +6,7 @@
     python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
 
 It needs only torch, numpy, safetensors and triton, and runs from a checkout that is not installed.
+The lines of faiss need one of its packages too; without it they are skipped, and a row says so.
 It prints one line per row and a summary. It exits with 2 without a CUDA device, and with 1 if a
 check failed. Every part runs in its own process and within its share of the time, so a crash of one
 part does not lose the others. The summary and the JSON list what was cut; the JSON is written after
@@ -39,6 +40,7 @@ from benchmarks.gpu.parts import DEAD, GRACE_S, begun, found, rows_of, side_by_s
 from benchmarks.gpu.profile import profile_rows
 from benchmarks.gpu.searches import prefill_checks, search_checks, search_rows
 from benchmarks.gpu.text import text_checks, text_rows
+from benchmarks.gpu.vectors import vector_checks, vector_rows
 from benchmarks.kernels.attention_rows import (
     FIRST_SHAPES,
     attention_rows,
@@ -136,14 +138,15 @@ LIMIT_S = 540.0
 SHARES_S = {
     "start": 10,  # start of this process, before its clock runs
     "machine": 25,
-    "checks": 110,
-    "compiling": 65,
+    "checks": 105,
+    "compiling": 55,
     "attention": 60,
     "text": 60,
     "searches": 50,
     "profile": 35,
     "defaults": 50,
     "engine": 35,
+    "vectors": 15,
     "kernels": 20,
     "tuning": 20,
 }
@@ -154,12 +157,14 @@ PARTS = {
     "text checks": Part("checks", checked(text_checks), 2),
     "search checks": Part("checks", checked(search_checks), 2),
     "prefill checks": Part("checks", checked(prefill_checks)),
+    "vector checks": Part("checks", vector_checks),
     "attention": Part("attention", measured_attention, 4),
     "text": Part("text", lambda *how: text_rows(*how[:3])),
     "searches": Part("engine", lambda *how: search_rows(*how[:3])),
     "profile": Part("profile", lambda *how: profile_rows(*how[:3])),
     "defaults": Part("defaults", lambda *how: default_rows(*how[:3])),
     "engine": Part("engine", lambda *how: engine_rows(*how[:3])),
+    "vectors": Part("vectors", lambda *how: vector_rows(*how[:3])),
     "kernels": Part("kernels", measured_kernels),
     "tuning": Part("tuning", lambda *how: tuning_rows(*how), 4),
 }
