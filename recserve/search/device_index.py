@@ -19,7 +19,8 @@ from recserve.core.request import VectorIndex
 from recserve.kernels.host import on_device
 from recserve.models.growable_table import with_rows
 
-PRODUCTS_BYTES = 256 * 2**20  # inner products of a deep search that are held at a time
+WORK_BYTES = 256 * 2**20  # bound on what a deep search of many queries holds at a time
+FOUND_BYTES = 32  # scores, places and rows of one item that was found
 VectorsOf = Callable[[np.ndarray], np.ndarray]
 
 
@@ -103,11 +104,13 @@ class DeviceIndex:
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Implements `VectorIndex.search` of core/request.py, for queries of the host."""
-        rows, scores = self.nearest(on_device(queries, self.table.device, torch.float32), k)
-        return rows.cpu().numpy(), scores.cpu().numpy()
+        there = on_device(queries, self.table.device, torch.float32)
+        found = [[x.cpu().numpy() for x in self.nearest(part, k)] for part in _parts(there, k)]
+        rows, scores = (np.concatenate(column) for column in zip(*found, strict=True))
+        return rows, scores
 
     def search_then_read(self, queries: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Searches, then reads queries and results from the device at once.
+        """Searches, then reads queries and results from the device, at once if the memory allows.
 
         Args:
             queries: [..., E] unit vectors of any float type.
@@ -117,8 +120,12 @@ class DeviceIndex:
             The queries [..., E] float32, and item rows [..., k], -1 where there are fewer items.
         """
         flat = queries.flatten(0, -2).float().contiguous()
-        rows, _ = self.nearest(flat, k)
-        read = torch.cat([flat.view(torch.int32), rows.to(torch.int32)], 1).cpu().numpy()
+        read = np.concatenate(
+            [
+                torch.cat([part.view(torch.int32), self.nearest(part, k)[0].int()], 1).cpu().numpy()
+                for part in _parts(flat, k)
+            ]
+        )
         shape, size = queries.shape[:-1], flat.shape[1]
         vectors = np.ascontiguousarray(read[:, :size]).view(np.float32)
         return vectors.reshape(*shape, size), read[:, size:].reshape(*shape, k).astype(np.int64)
@@ -161,7 +168,7 @@ class DeviceIndex:
         if 0 < k <= self.faiss.max_selected:
             self.faiss.nearest(queries, vectors, k, scores, places, stream)
         elif k:
-            step = max(1, PRODUCTS_BYTES // (4 * len(vectors)))
+            step = max(1, WORK_BYTES // (4 * len(vectors)))
             for start in range(0, len(queries), step):
                 part = slice(start, start + step)
                 every = scores.new_empty(len(queries[part]), len(vectors))
@@ -175,6 +182,11 @@ class DeviceIndex:
     def _outputs(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         scores = queries.new_empty(len(queries), k)
         return scores, torch.empty_like(scores, dtype=torch.int64)
+
+
+def _parts(queries: Tensor, k: int) -> tuple[Tensor, ...]:
+    """Divides queries [n, E] so that the results of a part fit into WORK_BYTES."""
+    return torch.split(queries, max(1, WORK_BYTES // (FOUND_BYTES * k)))
 
 
 def _stream(device: torch.device) -> int:

@@ -157,12 +157,14 @@ def item_index(
     Raises:
         ValueError: If the device is "cuda" and the recommender or faiss computes elsewhere.
     """
-    if recommender is None or heads.retriever is None:
+    if recommender is None:
         return None
-    index = VersionIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
-    place = heads.retriever.scale.device
+    place = recommender.tokens.weight.device
     if device == "cuda" and place.type != "cuda":
         raise ValueError(f"index_device is cuda, but the models run on {place.type}")
+    if heads.retriever is None:
+        return None
+    index = VersionIndex.on(FaissIndex(item_vectors(heads.retriever, recommender).numpy()))
     if device == "cpu" or place.type != "cuda" or (device == "auto" and not has_gpu()):
         return index
     return DeviceIndex.on(index, faiss_gpu(place.index or 0), place)

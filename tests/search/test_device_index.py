@@ -10,6 +10,7 @@ import torch
 from recserve.features.vectors.faiss_gpu import FaissGpu, faiss_gpu
 from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
 from recserve.models.dense_retriever import item_vectors
+from recserve.search import device_index
 from recserve.search.device_index import DeviceIndex
 from recserve.service.model_loader import item_index
 from tests.support.device_worlds import ITEMS, NEW, assert_same, recommending
@@ -33,13 +34,13 @@ def plain_kernels(force_kernels):
     force_kernels("torch")
 
 
-def check(index, k):
-    """One read, and the rows that the index of the host finds."""
+def check(index, k, reads=1):
+    """So many reads, and the rows that the index of the host finds."""
     with PretendCuda() as device:
         queries = torch.from_numpy(QUERIES).to(CUDA)
         device.syncs.clear()
         vectors, rows = index.search_then_read(queries.view(7, 1, -1), k)
-        assert device.counts() == {"read": 1}, device.table()
+        assert device.counts() == {"read": reads}, device.table()
     np.testing.assert_array_equal(vectors[:, 0], QUERIES)
     np.testing.assert_array_equal(rows[:, 0], index.host.search(QUERIES, k)[0])
 
@@ -68,6 +69,19 @@ def test_through_changes_and_folds_it_finds_what_the_host_finds(seed, flat_below
             check(version, 9)
         assert resources.calls >= 2 * len(versions)
     assert (index.lists is None) == (flat_below == 5000)
+
+
+@pytest.mark.parametrize("k", (9, 1500))
+def test_results_beyond_the_memory_are_read_in_parts(k, monkeypatch):
+    with installed(), PretendCuda():
+        index = DeviceIndex.on(VersionIndex.on(FaissIndex(VECTORS)), faiss_gpu(), CUDA)
+        monkeypatch.setattr(FaissGpu, "max_selected", 64)
+        monkeypatch.setattr(device_index, "WORK_BYTES", 2 * k * device_index.FOUND_BYTES)
+        check(index, k, reads=4)
+        rows, scores = index.search(QUERIES, k)
+    wanted = index.host.search(QUERIES, k)
+    np.testing.assert_array_equal(rows, wanted[0])
+    np.testing.assert_allclose(scores, wanted[1], atol=1e-6)
 
 
 def test_items_that_all_go_leave_an_index_that_finds_none():
