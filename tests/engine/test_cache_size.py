@@ -47,7 +47,8 @@ def test_an_engine_divides_memory_among_its_models(gpu, monkeypatch):
         for models in (EngineModels(model), EngineModels(model, text=text)):
             config = EngineConfig(kv_bytes="auto", graphs=graphs)
             assert _set_kv_bytes(config, models).kv_bytes == 2**22
-    items, steps = SearchLimits().bytes + PREFILL_LIMITS.bytes, TextStepLimits().bytes
+    items = SearchLimits().bytes + PREFILL_LIMITS.bytes
+    steps = TextStepLimits().bytes + PREFILL_LIMITS.bytes
     assert found == [(CPU, 1, items), (CPU, 2, items + steps), (CPU, 1, 0), (CPU, 2, 0)]
     engine = build_engine(EngineModels(text=text), EngineConfig(kv_bytes="auto"))
     assert engine.config.kv_bytes == 2**22

@@ -188,7 +188,7 @@ class ServiceWay:
         )
         self.service = Service.open(settings["bundle"], settings["store"], "cpu", options)
         self.names = names_of(self.service.versions())
-        kind = typing.get_type_hints(Service.rollback_items)["body"]
+        kind = typing.get_args(typing.get_type_hints(Service.rollback_items)["body"])[0]
         self._rollback_body = msgspec.json.Decoder(kind)
 
     def __enter__(self) -> ServiceWay:

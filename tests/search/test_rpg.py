@@ -14,6 +14,7 @@ from recserve.core.allowed import AllowedItems
 from recserve.core.request import LikelihoodQuery, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
+from recserve.evaluation import item_graph as training_graph
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.kernels.item_graph import ItemGraph, search
@@ -24,7 +25,6 @@ from recserve.models.recommender import Recommender
 from recserve.schemas.items import Candidate, InvalidRequest, RankRequest, RecommendRequest, UserRef
 from recserve.search.strategies import rpg as draft_graph
 from recserve.service import Service
-from recserve.training import item_graph as training_graph
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import CODES, PARALLEL, recipe_for, train_recommender
 from recserve.training.schedule import Schedule
