@@ -532,14 +532,18 @@ class RequestContext:
             return await self.gather(works, deadline_s, is_large(bodies))
 
         async def answer(number: int, body: Asked) -> Answered | Exception:
-            request_id = f"{self.trace.request_id}.{number}"[-128:]
+            request_id = body.request_id or f"{self.trace.request_id}.{number}"[-128:]
+            own_s = deadline_s
+            if body.timeout_ms is not None:
+                own_s = min(deadline_s, self.deadline_s(body.timeout_ms))
             try:
-                return await arms.answer_items(self, part, body, request_id, deadline_s)
+                return await arms.answer_items(self, part, body, request_id, own_s)
             except ClientGone:
                 raise
             except Exception as error:
                 return error
 
+        part.check_together(bodies)
         tasks = [asyncio.create_task(answer(*each)) for each in enumerate(bodies)]
         try:
             return await asyncio.gather(*tasks)

@@ -13,6 +13,7 @@ from recserve.core.futures import wait_all
 from recserve.core.request import Request, Timing
 from recserve.engine.engine import Engine
 from recserve.schemas.items import RankRequest, RecommendRequest, TimingMs
+from recserve.service.fields import check_num_values
 from recserve.service.histories import Histories
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.snapshot import Snapshot
@@ -162,11 +163,19 @@ class ItemService(ABC, Generic[B, A]):
         """
         return self._prepare(body, request_id, deadline_s).begin(self._engine)
 
+    def check_together(self, bodies: Sequence[B]) -> None:
+        """Raises InvalidRequest if the requests of one body ask for too many values of fields."""
+        check_num_values((self._num_items(body), len(body.fields)) for body in bodies)
+
     def _prepare(self, body: B, request_id: str | None, deadline_s: float | None) -> Prepared[A]:
         watch, snapshot = Stopwatch(), self._catalog.current
         return self._translate(
             ItemCall(body, request_id or body.request_id, deadline_s, snapshot, watch)
         )
+
+    @abstractmethod
+    def _num_items(self, body: B) -> int:
+        """Returns how many items an answer may have."""
 
     @abstractmethod
     def _translate(self, call: ItemCall[B]) -> Prepared[A]:

@@ -20,7 +20,7 @@ from recserve.schemas.items import (
     not_offered,
 )
 from recserve.service.attribution import ITEM_ID, Envelope
-from recserve.service.fields import check_fields, check_num_values
+from recserve.service.fields import check_fields
 from recserve.service.histories import Histories
 from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.live_catalog import LiveCatalog
@@ -86,7 +86,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
             QueueFull: If the queue cannot hold the whole batch now; none of it is started.
             TooManyQueries: If the queue can never hold the whole batch.
         """
-        check_num_values((len(one.candidates), len(one.fields)) for one in body.requests)
+        self.check_together(body.requests)
         answers: list[Prepared[RankResponse] | Exception] = []
         for index, one in enumerate(body.requests):
             name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
@@ -99,6 +99,9 @@ class RankService(ItemService[RankRequest, RankResponse]):
             except ValueError as error:
                 answers.append(error)
         return begin_prepared(self._engine, answers)
+
+    def _num_items(self, body: RankRequest) -> int:
+        return len(body.candidates)
 
     def _translate(self, call: ItemCall[RankRequest]) -> Prepared[RankResponse]:
         body, snapshot = call.body, call.snapshot

@@ -37,7 +37,7 @@ from recserve.service.auto_strategy import (
 )
 from recserve.service.errors import UnknownModel
 from recserve.service.explanation import explanation
-from recserve.service.fields import check_fields, check_num_values
+from recserve.service.fields import check_fields
 from recserve.service.histories import Histories
 from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
@@ -118,7 +118,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         Raises:
             Exception: As in `begin`, for any of the requests.
         """
-        check_num_values((body.k, len(body.fields)) for body in bodies)
+        self.check_together(bodies)
         return begin_prepared(
             self._engine,
             [
@@ -126,6 +126,9 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 for index, body in enumerate(bodies)
             ],
         )
+
+    def _num_items(self, body: RecommendRequest) -> int:
+        return body.k
 
     def _translate(self, call: ItemCall[RecommendRequest]) -> Prepared[RecommendResponse]:
         body, snapshot = call.body, call.snapshot
