@@ -14,7 +14,7 @@ PROCESS = Path("/proc/self")
 # OpenMP's threads wait for each other at the end of each loop. A thread that waits longer than this
 # sleeps. Without a bound it spins for milliseconds, and on a core that is shared it spins against
 # the very thread that it waits for. The figures are in docs/guides/tuning.md.
-SPINS = "1000"  # iterations of gcc's runtime, tens of microseconds
+SPINS = "3000"  # iterations of gcc's runtime, tens of microseconds
 BLOCK_MS = "0"  # milliseconds of clang's and Intel's
 POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 

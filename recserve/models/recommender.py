@@ -347,13 +347,13 @@ def load_recommender(
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
     if config.tied and (embedding := weights.get("tokens.weight")) is not None:
-        head = weights.setdefault("head.weight", embedding)  # the file of a tied model has none
-        if not torch.equal(head, embedding):
-            raise ValueError(
-                f"{path}: head.weight differs from tokens.weight, and config.json says that they "
-                "are tied; remove head.weight, or set tied to false"
-            )
+        weights.setdefault("head.weight", embedding)  # the file of a tied model has none
     check_weights(Recommender, config, weights, path)
+    if config.tied and not torch.equal(weights["head.weight"], weights["tokens.weight"]):
+        raise ValueError(
+            f"{path}: head.weight differs from tokens.weight, and config.json says that they are "
+            "tied; remove head.weight, or set tied to false"
+        )
     model = Recommender(config)
     model.load_state_dict(weights)
     model.to(device)

@@ -96,8 +96,8 @@ def test_usable_cores_follow_affinity_and_every_quota(tmp_path, monkeypatch, ver
 @pytest.mark.parametrize(
     ("version", "given", "variable", "spins"),
     [
-        (1, {}, "1", "1000"),
-        (2, {}, "1", "1000"),
+        (1, {}, "1", "3000"),
+        (2, {}, "1", "3000"),
         (2, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}, "7", "9"),
         (1, {"OMP_WAIT_POLICY": "active"}, "1", None),
     ],
