@@ -53,7 +53,7 @@ from recserve.server.threads import (
 )
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
-from recserve.service.pending import ItemService, Pending
+from recserve.service.pending import ItemService, Pending, numbered
 from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Listener
 
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 A = TypeVar("A")
-B = TypeVar("B")
 Asked = TypeVar("Asked", bound=RecommendRequest | RankRequest)
 Answered = TypeVar("Answered", bound=RecommendResponse | RankResponse)
 Text = TypeVar("Text", bound=TextRequest)
@@ -341,9 +340,23 @@ class RequestContext:
             except BaseException as error:  # on the event loop, it would end the server
                 raise request_error(error) from error
 
-        return call() if pool is None else await on_thread(pool, call, deadline_s)
+        if pool is None:
+            return call()
+        self.service.engine.check_queue(self.models)  # a full queue is no reason to wait
+        return await on_thread(pool, call, deadline_s)
 
-    def item_threads(self, body: object) -> FairThreads | None:
+    async def submit(
+        self,
+        part: ItemService[Asked, Answered],
+        body: Asked,
+        request_id: str,
+        deadline_s: float,
+    ) -> Pending[Answered]:
+        """Prepares a request for items and submits it; arguments and errors as in `ask`."""
+        begin = partial(part.begin, body, request_id, deadline_s)
+        return await self.prepare(begin, deadline_s, self._item_threads(body))
+
+    def _item_threads(self, body: object) -> FairThreads | None:
         """Returns the threads that prepare a request for items; None for the event loop.
 
         Requests that wait for a store have threads of their own, so that a store that hangs does
@@ -501,8 +514,7 @@ class RequestContext:
             DeadlineExceeded: If the deadline passes.
             Exception: What the request fails with.
         """
-        submit = partial(part.begin, body, request_id, deadline_s)
-        work = await self.prepare(submit, deadline_s, self.item_threads(body))
+        work = await self.submit(part, body, request_id, deadline_s)
         (outcome,) = await self.gather([work], deadline_s, is_large(body))
         if isinstance(outcome, Exception):
             raise outcome
@@ -528,11 +540,11 @@ class RequestContext:
         """
         arms = self.state.arms
         if arms is None or self.untracked:
-            works = await self.prepare(submit, deadline_s, self.item_threads(bodies))
+            works = await self.prepare(submit, deadline_s, self._item_threads(bodies))
             return await self.gather(works, deadline_s, is_large(bodies))
 
         async def answer(number: int, body: Asked) -> Answered | Exception:
-            request_id = body.request_id or f"{self.trace.request_id}.{number}"[-128:]
+            request_id = body.request_id or numbered(self.trace.request_id, number)
             own_s = deadline_s
             if body.timeout_ms is not None:
                 own_s = min(deadline_s, self.deadline_s(body.timeout_ms))

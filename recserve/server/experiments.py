@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import msgspec
@@ -349,9 +348,7 @@ class _ItemRequest(Generic[B, A]):
             if arm.remote:
                 answer = await self.forward(arm, body, deadline_s)
             else:  # the client has its answer and may have gone
-                submit = partial(self.part.begin, body, self.request_id, deadline_s)
-                pool = self.context.item_threads(body)
-                work = await self.context.prepare(submit, deadline_s, pool)
+                work = await self.context.submit(self.part, body, self.request_id, deadline_s)
                 await asyncio.gather(*map(asyncio.wrap_future, work.futures))
                 answer = work.wait()
         except Exception as error:

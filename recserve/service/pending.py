@@ -182,6 +182,11 @@ class ItemService(ABC, Generic[B, A]):
         """Checks a request and makes its queries. Raises InvalidRequest."""
 
 
+def numbered(request_id: str, index: int) -> str:
+    """Returns the id of one of several requests in a body."""
+    return f"{request_id}.{index}"[-128:]
+
+
 def earlier_deadline(timeout_ms: int | None, deadline_s: float | None = None) -> float | None:
     """Returns the earlier deadline of a timeout that begins now and another one.
 

@@ -31,6 +31,7 @@ from recserve.service.pending import (
     Prepared,
     begin_prepared,
     earlier_deadline,
+    numbered,
 )
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
@@ -89,7 +90,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
         self.check_together(body.requests)
         answers: list[Prepared[RankResponse] | Exception] = []
         for index, one in enumerate(body.requests):
-            name = one.request_id or (f"{request_id}.{index}"[-128:] if request_id else None)
+            name = one.request_id or (numbered(request_id, index) if request_id else None)
             try:
                 own_s = earlier_deadline(one.timeout_ms, deadline_s)
                 prepared = self._prepare(one, name, own_s)

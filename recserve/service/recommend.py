@@ -41,7 +41,14 @@ from recserve.service.fields import check_fields
 from recserve.service.histories import Histories
 from recserve.service.history import EMPTY_HISTORY, History
 from recserve.service.live_catalog import LiveCatalog
-from recserve.service.pending import ItemCall, ItemService, Pending, Prepared, begin_prepared
+from recserve.service.pending import (
+    ItemCall,
+    ItemService,
+    Pending,
+    Prepared,
+    begin_prepared,
+    numbered,
+)
 from recserve.service.prefixes import RecommenderPrefixBuilder
 from recserve.service.snapshot import LISTS, MAX_ABSENT, POPULAR, Snapshot
 
@@ -122,7 +129,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         return begin_prepared(
             self._engine,
             [
-                self._prepare(body, f"{request_id}.{index}"[-128:], deadline_s)
+                self._prepare(body, numbered(request_id, index), deadline_s)
                 for index, body in enumerate(bodies)
             ],
         )
