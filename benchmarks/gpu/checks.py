@@ -97,8 +97,8 @@ def kernel_checks(device: str, smoke: bool = False) -> Iterator[Task]:
     if not smoke:
         yield Task("tree_attention, 8,192 nodes", lambda: many_nodes(device), 1e-2)
         for fp8 in (False, True):
-            name = f"tree_attention{' fp8' * fp8}, a root of 131,072"
-            yield Task(name, lambda f=fp8: long_root(device, fp8=f), 1e-2)
+            name = f"tree_attention{' fp8' * fp8}, a prefix of 131,072"
+            yield Task(name, lambda f=fp8: long_prefix(device, fp8=f), 1e-2)
         yield Task("a pool of more than 2**31 elements", lambda: far_slots(device), 1e-2)
     for case in cases(device, smoke):
         dtype = torch.bfloat16 if device == "cuda" and not smoke else torch.float32
@@ -141,22 +141,22 @@ class AttentionCase:
         sizes = [("tree", 13), ("branches", 5)] if smoke else [
             ("tree", 63), ("branches", 781), ("tree", 1), ("tree", 257),
         ]  # fmt: skip
-        roots = [37, 0] if smoke else [1000, 200, 0, 8193]
+        prefixes = [37, 0] if smoke else [1000, 200, 0, 8193]
         tree = merge([draw_tree(kind, n, g) for kind, n in sizes])
         if self.limits:
-            per_node = torch.tensor(roots)[tree.tree_ids()]
+            per_node = torch.tensor(prefixes)[tree.tree_ids()]
             drawn = (torch.rand(tree.num_nodes, generator=g) * (per_node + 1)).long()
             tree = replace(tree, prefix_limits=drawn)
         if self.shared:
             tree = replace(tree, shared=torch.tensor([n // 3 for _, n in sizes]))
-        total = tree.num_nodes + sum(roots)
+        total = tree.num_nodes + sum(prefixes)
         slots = torch.randperm(total + 7, generator=g)[:total].to(device)
         queries = (torch.rand(tree.num_nodes, generator=g) < 0.5).nonzero().flatten()
         batch = TreeBatch(
             tree.to(device),
             queries.to(device),
-            slots[sum(roots) :],
-            Prefixes.of(torch.split(slots[: sum(roots)], roots)),
+            slots[sum(prefixes) :],
+            Prefixes.of(torch.split(slots[: sum(prefixes)], prefixes)),
         )
         keys, values = torch.randn(2, total + 7, self.kv_heads, self.dim, generator=g).to(
             device, self.dtype
@@ -173,19 +173,19 @@ class AttentionCase:
         return worst_error([got], [expected])
 
 
-def many_nodes(device: str, nodes: int = 8192, root: int = 2000) -> float:
-    """Checks one tree of `nodes` nodes over a prefix of `root` tokens."""
+def many_nodes(device: str, nodes: int = 8192, prefix: int = 2000) -> float:
+    """Checks one tree of `nodes` nodes over a prefix of `prefix` tokens."""
     tree = draw_tree("tree", nodes, torch.Generator().manual_seed(1)).to(device)
-    slots = torch.arange(nodes + root, device=device)
-    batch = TreeBatch(tree, None, slots[root:], Prefixes.of([slots[:root]]))
-    keys, values = torch.randn(2, nodes + root, 2, 64, device=device).bfloat16()
+    slots = torch.arange(nodes + prefix, device=device)
+    batch = TreeBatch(tree, None, slots[prefix:], Prefixes.of([slots[:prefix]]))
+    keys, values = torch.randn(2, nodes + prefix, 2, 64, device=device).bfloat16()
     query = torch.randn(nodes, 2, 64, device=device).bfloat16()
     attention = tree_attention(batch, HeadLayout.of(query, keys))
-    got = attention(query, keys[root:], values[root:], keys, values)
+    got = attention(query, keys[prefix:], values[prefix:], keys, values)
     return worst_error([got], [reference.tree_attention(query.float(), keys, values, batch)])
 
 
-def long_root(device: str, tokens: int = 131_072, fp8: bool = False) -> float:
+def long_prefix(device: str, tokens: int = 131_072, fp8: bool = False) -> float:
     """Checks a tree over a prefix of `tokens` tokens, which the kernel splits into parts."""
     problem = draw(Shape("tree", 1, tokens, 64, 8, 2, 128), torch.bfloat16, device)
     stored = problem.keys, problem.values

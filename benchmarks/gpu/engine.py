@@ -21,7 +21,7 @@ from benchmarks.support.drawn import (
     Catalogue,
     drawn_catalogue,
     drawn_ranker,
-    drawn_ranking_root,
+    drawn_ranking_prefix,
     drawn_recommender,
 )
 from benchmarks.support.failures import attempted, complaints, failure, once
@@ -96,7 +96,7 @@ def recorded(
     return graphs
 
 
-def recommend_root(model: Recommender, events: int, seed: int) -> Prefix:
+def recommend_prefix(model: Recommender, events: int, seed: int) -> Prefix:
     """Returns a BOS token and a random history, on the model's device."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
@@ -228,7 +228,7 @@ def larger(device: str) -> float:
         asked: list[list[Any]] = [
             [
                 SlateQuery(
-                    prefix=recommend_root(model, n, n),
+                    prefix=recommend_prefix(model, n, n),
                     trie=catalogue.trie.to(d),
                     k=10,
                     beam_width=50,
@@ -247,10 +247,10 @@ def requests_of(
 ) -> list[SlateQuery]:
     """Returns random requests; `cell` is their number and the beam width."""
     batch, width = cell
-    roots = [recommend_root(model, events, 1000 * seed + i) for i in range(batch)]
+    prefixes = [recommend_prefix(model, events, 1000 * seed + i) for i in range(batch)]
     return [
-        SlateQuery(prefix=root, trie=trie, k=10, beam_width=width, strategy=strategy)
-        for root in roots
+        SlateQuery(prefix=prefix, trie=trie, k=10, beam_width=width, strategy=strategy)
+        for prefix in prefixes
     ]
 
 
@@ -311,13 +311,13 @@ def ranked(device: str, smoke: bool, count: int, name: str) -> dict[str, Any]:
     engine = build_engine(
         EngineModels(ranker=ranker), EngineConfig(kv_bytes=2**24 if smoke else 2**31)
     )
-    root = drawn_ranking_root(ranker, 40 if smoke else 1000, 0)
-    root = replace(root, inputs=on_device(root.inputs, device))
+    prefix = drawn_ranking_prefix(ranker, 40 if smoke else 1000, 0)
+    prefix = replace(prefix, inputs=on_device(prefix.inputs, device))
     asked = on_device(candidates(ranker, count, 1), device)
     taken = []
     for _ in range(12):
         began = time.perf_counter()
-        engine.run(RankQuery(root, asked))
+        engine.run(RankQuery(prefix, asked))
         taken.append((time.perf_counter() - began) * 1e3)
     return {"engine": name, "warm_ms": float(np.median(taken[2:]))}
 

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.text import RULES, DrawnDrafter, WalkDrafter, drawn_heads
-from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
+from benchmarks.support.drawn import drawn_catalogue, drawn_prefixes, drawn_recommender
 from benchmarks.support.timing import machine
 from recserve.core.request import SlateQuery
 from recserve.drafters.ngram import NgramDrafter
@@ -125,19 +125,19 @@ def search_rows(smoke: bool = False) -> Iterator[dict[str, Any]]:
     batches = (1, 8)
     shapes = tuple(SearchShape(batch, 64) for batch in batches)
     graphs = recorded(engine, model, catalogue.trie, shapes, 1024, StoredSearches())
-    roots = drawn_roots(model, 50, max(batches), 0)
+    prefixes = drawn_prefixes(model, 50, max(batches), 0)
     seen = np.arange(0, 12_101, 240)
     for strategy, batch, left_out in product(("beam", "nezha"), batches, (False, True)):
         asked = [
             SlateQuery(
-                prefix=root,
+                prefix=prefix,
                 trie=catalogue.trie,
                 k=10,
                 beam_width=50,
                 strategy=strategy,
                 excluded=seen if left_out else None,
             )
-            for root in roots[:batch]
+            for prefix in prefixes[:batch]
         ]
         engine.run_many(asked)
         before, taken = graphs.counts["replayed"], []

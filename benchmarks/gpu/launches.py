@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.engine import recommender_engine, recorded
 from benchmarks.gpu.searches import wide_catalogue
-from benchmarks.support.drawn import drawn_roots, drawn_there
+from benchmarks.support.drawn import drawn_prefixes, drawn_there
 from recserve.core.request import SlateQuery
 from recserve.engine.beam_search_graph import SearchShape
 from recserve.engine.capture import EagerRecorder
@@ -134,7 +134,7 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
     shape = DecoderConfig(64, layers, 2, 1, 32, 64, qk_norm=True)
     model = drawn_there(catalogue, shape, torch.float32, "cpu")
     engine = recommender_engine(model, 2**28)
-    root = drawn_roots(model, 333, 1, 0)[0]
+    prefix = drawn_prefixes(model, 333, 1, 0)[0]
     rows = []
     for replayed in (False, True):
         if replayed:
@@ -143,7 +143,7 @@ def counts_of(layers: int, width: int, items: int) -> list[dict[str, Any]]:
             recorded(engine, model, catalogue.trie, searches, 1024, Once())
         for strategy in ("beam", "nezha"):
             request = SlateQuery(
-                prefix=root, trie=catalogue.trie, k=10, beam_width=width, strategy=strategy
+                prefix=prefix, trie=catalogue.trie, k=10, beam_width=width, strategy=strategy
             )
             engine.run(request)
             with counting(engine) as launches:

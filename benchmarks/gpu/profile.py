@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu.engine import (
     lost,
-    recommend_root,
+    recommend_prefix,
     recommender_engine,
     requests_of,
     small_catalogue,
@@ -128,7 +128,7 @@ def appended(
     host, whole = [], []
     codes = len(model.config.codebook_sizes) if model.config.input == "codes" else 1
     for seed in range(7):
-        after = recommend_root(model, events + 1, (9000 if how == "launched" else 9500) + seed)
+        after = recommend_prefix(model, events + 1, (9000 if how == "launched" else 9500) + seed)
         before = Prefix(NodeInputs(after.inputs.tokens[:-codes]), after.keys[:-codes])
         engine.run(PrewarmQuery(before, "recommender"))
         _synchronize(device)

@@ -27,7 +27,7 @@ class Shape:
 
     kind: str
     batch: int
-    root: int
+    prefix: int
     nodes: int
     heads: int
     kv_heads: int
@@ -35,7 +35,7 @@ class Shape:
 
     def name(self) -> str:
         heads = f"H{self.heads}/{self.kv_heads}-D{self.dim}"
-        return f"{self.kind} B{self.batch} R{self.root} N{self.nodes} {heads}"
+        return f"{self.kind} B{self.batch} R{self.prefix} N{self.nodes} {heads}"
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Problem:
     def bytes(self) -> int:
         """Returns the fewest bytes to move: every key and value once, queries in, results out."""
         s, size = self.shape, self.query.element_size()
-        tokens = 2 * s.batch * (s.root + s.nodes) * s.kv_heads
+        tokens = 2 * s.batch * (s.prefix + s.nodes) * s.kv_heads
         return (tokens + 2 * s.batch * s.nodes * s.heads) * s.dim * size
 
     def operations(self) -> int:
         """Returns the operations of two products over the keys that each node sees."""
         s, tree = self.shape, self.batch.tree
-        seen = s.root * s.batch * s.nodes + int((tree.depths + 1).sum())
+        seen = s.prefix * s.batch * s.nodes + int((tree.depths + 1).sum())
         return 4 * seen * s.heads * s.dim
 
 
@@ -89,10 +89,10 @@ def draw(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> Proble
     """
     g = torch.Generator().manual_seed(seed)
     tree = merge([draw_tree(shape.kind, shape.nodes, g) for _ in range(shape.batch)]).to(device)
-    size = shape.root + shape.nodes
+    size = shape.prefix + shape.nodes
     slots = torch.arange(shape.batch * size, device=device).view(shape.batch, size) + 16
     batch = TreeBatch(
-        tree, None, slots[:, shape.root :].flatten(), Prefixes.of(list(slots[:, : shape.root]))
+        tree, None, slots[:, shape.prefix :].flatten(), Prefixes.of(list(slots[:, : shape.prefix]))
     )
     g = torch.Generator(device).manual_seed(seed)
 
@@ -129,9 +129,9 @@ def ours_fp8(problem: Problem, activation: Activation = SOFTMAX) -> Callable[[],
 def _side_by_side(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     s = problem.shape
     query = problem.query.view(s.batch, s.nodes, s.heads, s.dim).transpose(1, 2)
-    size = s.batch * (s.root + s.nodes)
+    size = s.batch * (s.prefix + s.nodes)
     key, value = (
-        pool[16 : 16 + size].view(s.batch, s.root + s.nodes, s.kv_heads, s.dim).transpose(1, 2)
+        pool[16 : 16 + size].view(s.batch, s.prefix + s.nodes, s.kv_heads, s.dim).transpose(1, 2)
         for pool in (problem.keys, problem.values)
     )
     return query, key, value
@@ -143,8 +143,8 @@ def dense_mask(problem: Problem) -> Tensor:
     index = torch.arange(s.nodes, device=problem.query.device)
     ends = tree.ends.view(s.batch, s.nodes) - tree.offsets[:-1, None]
     seen = (index[None, None] <= index[None, :, None]) & (index[None, :, None] < ends[:, None])
-    root = torch.ones(s.batch, s.nodes, s.root, dtype=torch.bool, device=seen.device)
-    return torch.cat([root, seen], dim=2)[:, None]
+    prefix = torch.ones(s.batch, s.nodes, s.prefix, dtype=torch.bool, device=seen.device)
+    return torch.cat([prefix, seen], dim=2)[:, None]
 
 
 def sdpa(problem: Problem) -> Callable[[], Tensor]:
@@ -169,16 +169,16 @@ def flex(problem: Problem) -> Callable[[], Tensor]:
     query, key, value = _side_by_side(problem)
     s, tree = problem.shape, problem.batch.tree
     ends = (tree.ends.view(s.batch, s.nodes) - tree.offsets[:-1, None]).int()
-    root = s.root
+    prefix = s.prefix
 
     def sees(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        node = j - root
+        node = j - prefix
         inside = (node <= i) & (i < ends[b, node.clamp(min=0)])
-        return (j < root) | inside
+        return (j < prefix) | inside
 
     device = str(problem.query.device)
     torch._dynamo.reset()  # compile for this shape, past the limit on variants of a function
-    mask = create_block_mask(sees, s.batch, None, s.nodes, s.root + s.nodes, device)
+    mask = create_block_mask(sees, s.batch, None, s.nodes, s.prefix + s.nodes, device)
     compiled = torch.compile(flex_attention)
     grouped = s.heads != s.kv_heads
 

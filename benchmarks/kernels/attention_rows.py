@@ -47,8 +47,8 @@ def cpu_grid() -> list[Shape]:
     sizes = product((32, 64, 128), (200, 1000, 2000, 8000), (1, 16, 64, 256))
     heads = ((8, 8), (8, 2), (16, 4))
     return [
-        Shape("tree", batch, root, nodes, *pair, dim)
-        for dim, root, nodes in sizes
+        Shape("tree", batch, prefix, nodes, *pair, dim)
+        for dim, prefix, nodes in sizes
         for pair, batch in product(heads, (1, 8))
     ]
 
@@ -63,14 +63,16 @@ def cuda_shapes(smoke: bool = False) -> list[Shape]:
         shapes = [Shape("tree", 2, 40, 9, 4, 2, 32), Shape("branches", 1, 20, 33, 2, 2, 16)]
         return [*shapes, Shape("chain", 1, 0, 21, 4, 2, 16)]
     shapes = [Shape("tree", 1, 8192, 64, *TEXT), Shape("tree", 1, 32768, 64, *TEXT)]
-    shapes += [Shape("tree", 1, root, n, *TEXT) for root in (200, 2048) for n in (1, 16, 64, 256)]
+    shapes += [
+        Shape("tree", 1, prefix, n, *TEXT) for prefix in (200, 2048) for n in (1, 16, 64, 256)
+    ]
     shapes += [Shape("tree", b, 2048, 64, *TEXT) for b in (8, 64)]
     shapes += [Shape("tree", b, 8192, n, *TEXT) for b, n in ((16, 1), (16, 16), (16, 64))]
     shapes += [Shape("tree", 1, 32768, n, *TEXT) for n in (1, 16, 256)]
     shapes += [Shape("branches", b, 200, 2000, *ITEMS) for b in (1, 8)]
     shapes += [Shape("branches", 1, 2048, 2000, *TEXT), Shape("tree", 64, 200, 50, *ITEMS)]
-    shapes += [Shape("chain", 1, root, 2000, *TEXT) for root in (0, 2048)]
-    shapes += [Shape("tree", 8, root, 64, *TEXT) for root in (8192, 32768)]
+    shapes += [Shape("chain", 1, prefix, 2000, *TEXT) for prefix in (0, 2048)]
+    shapes += [Shape("tree", 8, prefix, 64, *TEXT) for prefix in (8192, 32768)]
     shapes += [Shape("tree", 64, 32768, 1, *TEXT)]
     return shapes
 

@@ -39,10 +39,10 @@ from benchmarks.support.baselines.scoring import (
 )
 from benchmarks.support.drawn import (
     drawn_catalogue,
+    drawn_prefixes,
     drawn_ranker,
-    drawn_ranking_root,
+    drawn_ranking_prefix,
     drawn_recommender,
-    drawn_roots,
 )
 from benchmarks.support.report import Report, options_of
 from benchmarks.support.runs import Runs, measure
@@ -71,7 +71,7 @@ class Task:
     Attributes:
         engine: The engine.
         request: Builds the engine's request for a prefix.
-        roots: Prefixes of the users.
+        prefixes: Prefixes of the users.
         linear: Baselines that score the first `count` candidates.
         whole: Baseline that scores all candidates in one dense forward pass.
         whole_gflop: Operations of that dense pass.
@@ -80,7 +80,7 @@ class Task:
 
     engine: Engine
     request: Callable[[Prefix], Request]
-    roots: list[Prefix]
+    prefixes: list[Prefix]
     linear: dict[str, Callable[[int], torch.Tensor]]
     whole: Callable[[], torch.Tensor]
     whole_gflop: float
@@ -109,19 +109,19 @@ class Likelihood:
         self.trunk = sum(w.numel() for w in self.model.decoder.parameters())
         self.width = layers * hidden
 
-    def task(self, root: int, candidates: int, count: int) -> Task:
+    def task(self, prefix: int, candidates: int, count: int) -> Task:
         model, trie = self.model, self.catalogue.trie
-        roots = drawn_roots(model, root // model.config.num_levels, count, 0)
+        prefixes = drawn_prefixes(model, prefix // model.config.num_levels, count, 0)
         rows = np.random.default_rng(1).permutation(model.num_bound_items)[:candidates]
         offsets = model.config.level_offsets
         items = Items.of(trie, torch.from_numpy(rows), model.item_tokens, offsets)
-        prompt = roots[0].inputs.tokens
+        prompt = prefixes[0].inputs.tokens
         nodes = candidates * (model.config.num_levels - 1)
-        total = root + nodes
+        total = prefix + nodes
         return Task(
             self.engine,
             lambda r: LikelihoodQuery(r, trie, rows),
-            roots,
+            prefixes,
             {
                 "pointwise": lambda n: pointwise(self.theirs, prompt, items.select(slice(n))),
                 "pointwise, cached": lambda n: pointwise_cached(
@@ -147,16 +147,19 @@ class Ranking:
         self.trunk = sum(w.numel() for w in self.model.layers.parameters())
         self.width = layers * hidden
 
-    def task(self, root: int, candidates: int, count: int) -> Task:
-        roots = [drawn_ranking_root(self.model, root, seed) for seed in range(count)]
-        chosen, shared = drawn_ranking_root(self.model, candidates, 10_000).inputs, roots[0].shared
+    def task(self, prefix: int, candidates: int, count: int) -> Task:
+        prefixes = [drawn_ranking_prefix(self.model, prefix, seed) for seed in range(count)]
+        chosen, shared = (
+            drawn_ranking_prefix(self.model, candidates, 10_000).inputs,
+            prefixes[0].shared,
+        )
         branches = replace(chosen, groups=torch.full((candidates,), 3))
-        first: NodeInputs = roots[0].inputs
-        total = root + candidates
+        first: NodeInputs = prefixes[0].inputs
+        total = prefix + candidates
         return Task(
             self.engine,
             lambda r: RankQuery(r, branches),
-            roots,
+            prefixes,
             {
                 "pointwise": lambda n: ranker_pointwise(
                     self.model, first, shared, branches.select(slice(n))
@@ -201,8 +204,8 @@ def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: f
         timings: list[Timing] = []
 
         def answer(number: int, name: str = name, timings: Any = timings) -> None:
-            root = task.roots[number if name == "cold" else 0]
-            result = task.engine.run(task.request(root))
+            prefix = task.prefixes[number if name == "cold" else 0]
+            result = task.engine.run(task.request(prefix))
             assert isinstance(result, Scores)
             if number:
                 timings.append(result.timing)
@@ -210,8 +213,8 @@ def run_task(task: Task, candidates: int, options: argparse.Namespace, gflops: f
                 out.scores[name] = result.values
 
         if name == "cold":
-            for root in task.roots:
-                task.engine.forget(PrefixKeys(root.keys, root.shared))
+            for prefix in task.prefixes:
+                task.engine.forget(PrefixKeys(prefix.keys, prefix.shared))
         out.runs[name] = measure(answer, options.repeats, budget, clock)
         if timings:
             out.stages[name] = timings[len(timings) // 2]
@@ -262,7 +265,7 @@ def arguments() -> argparse.Namespace:
         "--scorers", nargs="+", choices=["likelihood", "ranker"], help="default: both"
     )
     parser.add_argument("--candidates", nargs="+", type=int, help="numbers of candidates")
-    parser.add_argument("--roots", nargs="+", type=int, help="lengths of the prefixes")
+    parser.add_argument("--prefixes", nargs="+", type=int, help="lengths of the prefixes")
     parser.add_argument("--model", default="256x4", help="hidden x layers of both scorers")
     parser.add_argument(
         "--memory-gb", type=float, default=4.0, help="bound on the memory of a method, in GB"
@@ -270,7 +273,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.scorers = options.scorers or ["likelihood", "ranker"]
     options.candidates = options.candidates or ([100, 500, 4000] if options.all else [100, 500])
-    options.roots = options.roots or ([200, 2000] if options.all else [200])
+    options.prefixes = options.prefixes or ([200, 2000] if options.all else [200])
     return options
 
 
@@ -287,11 +290,11 @@ def main() -> int:
     }
     for name in options.scorers:
         scorer = scorers[name](hidden, layers)
-        for root in options.roots:
+        for prefix in options.prefixes:
             columns: dict[int, Measured] = {}
             said = []
             for candidates in options.candidates:
-                task = scorer.task(root, candidates, options.repeats + 2)
+                task = scorer.task(prefix, candidates, options.repeats + 2)
                 done = run_task(task, candidates, options, gflops)
                 words, same = agreement(done.scores)
                 said.append(f"  {candidates:,} {words}")
@@ -302,7 +305,7 @@ def main() -> int:
                         {
                             "scorer": name,
                             "model": options.model,
-                            "root": root,
+                            "prefix": prefix,
                             "candidates": candidates,
                             "dense_gflop": task.whole_gflop,
                             "runs": {
@@ -314,7 +317,7 @@ def main() -> int:
                         }
                     ]
                 )
-            print_table(console, f"{name} · {options.model} · root {root:,}", columns)
+            print_table(console, f"{name} · {options.model} · prefix {prefix:,}", columns)
             for line in said:
                 console.print(line)
     if not all_same:

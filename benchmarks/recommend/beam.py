@@ -150,7 +150,7 @@ def print_stages(
         console.print(
             f"  prefill: {work.prefill_gflop:.2f} GFLOP at {rate:.0f} GFLOP/s "
             f"(plain matmul here: {gflops:.0f}); a tree forward reads {work.weight_mbytes:.1f} MB "
-            f"of weights, the root is {work.kv_mbytes:.2f} MB"
+            f"of weights, the prefix is {work.kv_mbytes:.2f} MB"
         )
 
 

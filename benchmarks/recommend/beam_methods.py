@@ -12,7 +12,7 @@ from benchmarks.support.baselines.beams import BeamSearch, Slates
 from benchmarks.support.baselines.generate import Generate, tiger_t5
 from benchmarks.support.baselines.llama import to_llama
 from benchmarks.support.baselines.loops import bare_tree, kv_copy
-from benchmarks.support.drawn import Catalogue, drawn_recommender, drawn_roots
+from benchmarks.support.drawn import Catalogue, drawn_prefixes, drawn_recommender
 from recserve.core.request import Prefix, PrefixKeys, Request, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
@@ -72,10 +72,10 @@ class Model:
         sizes = EngineConfig(kv_bytes=slot * 16_384, invariant=invariant)
         self.engine = build_engine(EngineModels(self.ours), sizes)
 
-    def roots(self, count: int, seed: int) -> list[Prefix]:
+    def prefixes(self, count: int, seed: int) -> list[Prefix]:
         """Returns histories of 200 tokens, with as many items as fit."""
         items = HISTORY_TOKENS // self.ours.config.num_levels
-        return drawn_roots(self.ours, items, count, seed)
+        return drawn_prefixes(self.ours, items, count, seed)
 
     def work(self, batch: int) -> Work:
         c = self.ours.config.decoder
@@ -93,20 +93,20 @@ def answers(
     """Yields each method as a function of the run's number."""
     trie, width = model.catalogue.trie, cell.beams
     search = BeamSearch(trie, model.ours.config.level_offsets, width, normalise=True)
-    same = model.roots(cell.batch, 0)
-    prompts = torch.stack([root.inputs.tokens for root in same])
+    same = model.prefixes(cell.batch, 0)
+    prompts = torch.stack([prefix.inputs.tokens for prefix in same])
     length = prompts.shape[1]
 
-    def engine(roots: list[Prefix]) -> list[Slate]:
+    def engine(prefixes: list[Prefix]) -> list[Slate]:
         requests: list[Request] = [
-            SlateQuery(prefix=root, trie=trie, k=width, beam_width=width) for root in roots
+            SlateQuery(prefix=prefix, trie=trie, k=width, beam_width=width) for prefix in prefixes
         ]
         return model.engine.run_many(requests)  # type: ignore[return-value]
 
-    def forgetting(roots: list[Prefix]) -> list[Slate]:
-        for root in roots:
-            model.engine.forget(PrefixKeys(root.keys))
-        return engine(roots)
+    def forgetting(prefixes: list[Prefix]) -> list[Slate]:
+        for prefix in prefixes:
+            model.engine.forget(PrefixKeys(prefix.keys))
+        return engine(prefixes)
 
     generate = Generate(model.theirs, search, length)
     yield "generate", lambda _: generate(prompts)
@@ -117,7 +117,7 @@ def answers(
     yield "t5", lambda _: t5(prompts)
     yield "kv-copy", lambda _: kv_copy(model.theirs, prompts, search)
     yield "bare-tree", lambda _: bare_tree(model.bare, prompts, search)
-    fresh = [model.roots(cell.batch, seed) for seed in range(1, repeats + 2)]
+    fresh = [model.prefixes(cell.batch, seed) for seed in range(1, repeats + 2)]
     yield "cold", lambda i: forgetting(fresh[i])
     yield "warm", lambda _: engine(same)
 

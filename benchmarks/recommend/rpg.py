@@ -58,7 +58,7 @@ class Served:
         cases = leave_one_out_cases(bundle.events(), "test").sample(users)
         self.histories = [cases.history(case) for case in range(len(cases))]
 
-    def root(self, history: np.ndarray) -> Prefix:
+    def prefix(self, history: np.ndarray) -> Prefix:
         config = self.model.config
         size = config.max_history_items
         rows = history[window_start(len(history), size, max(1, size // 4)) :]
@@ -69,7 +69,7 @@ class Served:
         weight = self.weight if strategy == "beam" else 0.0
         return [
             SlateQuery(
-                prefix=self.root(h),
+                prefix=self.prefix(h),
                 trie=self.trie,
                 k=TOP,
                 beam_width=50,

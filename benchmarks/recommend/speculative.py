@@ -100,21 +100,21 @@ def offer_drafts(subject: Subject) -> None:
 def measured(subject: Subject, cell: Cell, options: argparse.Namespace) -> Measured:
     """Runs all methods in turns until the repeats or the cell's budget are spent."""
     found, clock = Measured(), CLOCKS[options.clock]
-    groups = len(subject.roots) // cell.batch
+    groups = len(subject.prefixes) // cell.batch
 
-    def ask(name: str, roots: list[Prefix], work: Work | None) -> list[Slate]:
-        return subject.ask(roots, cell.k, cell.beam, name, work)
+    def ask(name: str, prefixes: list[Prefix], work: Work | None) -> list[Slate]:
+        return subject.ask(prefixes, cell.k, cell.beam, name, work)
 
-    def before(roots: list[Prefix]) -> None:
+    def before(prefixes: list[Prefix]) -> None:
         if cell.visit != "again":
-            for root in roots:
-                subject.engine.forget(PrefixKeys(root.keys))
+            for prefix in prefixes:
+                subject.engine.forget(PrefixKeys(prefix.keys))
         if cell.visit == "first":
-            subject.engine.run_many([PrewarmQuery(root, "recommender") for root in roots])
+            subject.engine.run_many([PrewarmQuery(prefix, "recommender") for prefix in prefixes])
 
     def users(number: int) -> list[Prefix]:
         first = number % groups * cell.batch
-        return subject.roots[first : first + cell.batch]
+        return subject.prefixes[first : first + cell.batch]
 
     for number in range(max(2 * groups if cell.visit == "again" else 0, WARM_UP)):
         for name in METHODS[1:]:
@@ -181,13 +181,13 @@ def main() -> int:
     dtype: torch.dtype = getattr(torch, options.dtype)
     subject = trained_subject(options.bundle, options.users, dtype, options.least_events)
     offer_drafts(subject)
-    lengths = [len(root.keys) for root in subject.roots]
+    lengths = [len(prefix.keys) for prefix in subject.prefixes]
     report.console.print(f"{len(lengths)} users, {np.median(lengths):.0f} tokens of history")
     heads = ["k", "beam", "batch", "visit", "beam ms", "drafted ms", "beam / it"]
     heads += ["auto ms", "beam / it", *(f"{name}: work" for name in METHODS)]
     rows, differing = [], 0
     for visit, batch, beam, k in product(options.visits, options.batches, options.beams, options.k):
-        if k > beam or batch > len(subject.roots):
+        if k > beam or batch > len(subject.prefixes):
             continue
         cell = Cell(k, beam, batch, visit)
         found = measured(subject, cell, options)

@@ -43,23 +43,23 @@ def visits(
     `seed` selects the new events, which must differ from those that another strategy left in the
     cache.
     """
-    count = len(subject.roots) // batch
+    count = len(subject.prefixes) // batch
 
-    def group(roots: list[Prefix], number: int) -> list[Prefix]:
+    def group(prefixes: list[Prefix], number: int) -> list[Prefix]:
         first = number % count * batch
-        return roots[first : first + batch]
+        return prefixes[first : first + batch]
 
     def warm(number: int) -> None:
-        subject.ask(group(subject.roots, number), k, width, strategy)
+        subject.ask(group(subject.prefixes, number), k, width, strategy)
 
     def event(number: int) -> None:
-        roots = group(subject.roots, number)
+        prefixes = group(subject.prefixes, number)
         item = seed * 1000 + number
-        subject.ask([grown(subject.model, root, item) for root in roots], k, width, strategy)
+        subject.ask([grown(subject.model, prefix, item) for prefix in prefixes], k, width, strategy)
 
     def cold(number: int) -> None:
-        for root in group(subject.roots, number):
-            subject.engine.forget(PrefixKeys(root.keys))
+        for prefix in group(subject.prefixes, number):
+            subject.engine.forget(PrefixKeys(prefix.keys))
         warm(number)
 
     for number in range(count):
@@ -71,7 +71,7 @@ def transformers_cold(subject: Subject, width: int, batch: int) -> Callable[[int
     """Returns `generate` on the same weights in a Llama, with a softmax over the valid children."""
     config = subject.model.config
     search = BeamSearch(subject.trie, config.level_offsets, width, normalise=True)
-    prompts = torch.stack([root.inputs.tokens for root in subject.roots])
+    prompts = torch.stack([prefix.inputs.tokens for prefix in subject.prefixes])
     generate = Generate(subject.llama, search, prompts.shape[1])
     return lambda number: generate(prompts[torch.arange(batch) + number % 4]) and None
 

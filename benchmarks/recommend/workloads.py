@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.support.baselines.llama import to_llama
-from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
+from benchmarks.support.drawn import drawn_catalogue, drawn_prefixes, drawn_recommender
 from recserve.bundle.bundle import Bundle
 from recserve.core.request import Prefix, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
@@ -66,8 +66,10 @@ class Work:
 class Subject:
     """An engine with histories for its requests."""
 
-    def __init__(self, model: Recommender, trie: Trie, heads: Heads, roots: list[Prefix]) -> None:
-        self.model, self.trie, self.roots = model, trie, roots
+    def __init__(
+        self, model: Recommender, trie: Trie, heads: Heads, prefixes: list[Prefix]
+    ) -> None:
+        self.model, self.trie, self.prefixes = model, trie, prefixes
         decoder = model.config.decoder
         slot = 8 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
         self.llama = to_llama(model) if model.config.input == "codes" else None
@@ -80,7 +82,7 @@ class Subject:
         self.index = item_index(model, heads)
 
     def ask(
-        self, roots: list[Prefix], k: int, width: int, strategy: str, work: Work | None = None
+        self, prefixes: list[Prefix], k: int, width: int, strategy: str, work: Work | None = None
     ) -> list[Slate]:
         """Returns slates for all prefixes, requested at once.
 
@@ -90,14 +92,14 @@ class Subject:
         slates: list[Any] = self.engine.run_many(
             [
                 SlateQuery(
-                    prefix=root,
+                    prefix=prefix,
                     trie=self.trie,
                     k=k,
                     beam_width=width,
                     strategy=name,
                     index=self.index,
                 )
-                for root in roots
+                for prefix in prefixes
             ]  # type: ignore[arg-type]
         )
         if work is not None:
@@ -109,14 +111,14 @@ class Subject:
         return slates
 
 
-def grown(model: Recommender, root: Prefix, item: int) -> Prefix:
+def grown(model: Recommender, prefix: Prefix, item: int) -> Prefix:
     """Returns the history with one more event."""
     row = item % model.num_bound_items
     if model.config.input == "codes":
         event = model.item_tokens[row]
     else:
         event = torch.tensor([model.config.num_code_tokens + row])
-    tokens = torch.cat([root.inputs.tokens, event])
+    tokens = torch.cat([prefix.inputs.tokens, event])
     return Prefix(NodeInputs(tokens), tokens.numpy())
 
 
@@ -132,8 +134,8 @@ def drawn_subject(model_shape: str, users: int, dtype: torch.dtype) -> Subject:
         heads[-1].start_from(model)
         heads[-1].pack()
     retriever = DenseRetriever(RetrieverConfig(hidden, **RETRIEVER)).to(dtype).eval()
-    roots = drawn_roots(model, HISTORY_TOKENS // model.config.num_levels, users, 0)
-    return Subject(model, catalogue.trie, Heads(*heads, retriever), roots)
+    prefixes = drawn_prefixes(model, HISTORY_TOKENS // model.config.num_levels, users, 0)
+    return Subject(model, catalogue.trie, Heads(*heads, retriever), prefixes)
 
 
 def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) -> Subject:
@@ -153,13 +155,13 @@ def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) 
     if not long.size:
         raise ValueError(f"{path} has no user with {least} events; ask for fewer")
     cases = cases.take(long).sample(users)
-    roots = []
+    prefixes = []
     for case in range(len(cases)):
         history = cases.history(case)[-config.max_history_items :]
         tokens = history_tokens(
             history, catalog.semantic_ids.codes, config.codebook_sizes, config.input
         )
-        roots.append(Prefix(NodeInputs(torch.from_numpy(tokens)), tokens))
+        prefixes.append(Prefix(NodeInputs(torch.from_numpy(tokens)), tokens))
     return Subject(
-        model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), roots
+        model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), prefixes
     )

@@ -31,7 +31,7 @@ def slates(threads: int, seconds: float) -> list[float]:
     """Returns the milliseconds of warm slates of beam width 50 on a 256 x 4 model in fp32."""
     import torch
 
-    from benchmarks.support.drawn import drawn_catalogue, drawn_recommender, drawn_roots
+    from benchmarks.support.drawn import drawn_catalogue, drawn_prefixes, drawn_recommender
     from recserve.core.request import SlateQuery
     from recserve.engine.build import EngineModels, build_engine
     from recserve.engine.engine_config import EngineConfig
@@ -41,8 +41,10 @@ def slates(threads: int, seconds: float) -> list[float]:
     model = drawn_recommender(catalogue, 256, 4, "children", torch.float32)
     model.pack()
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=2**27))
-    roots = drawn_roots(model, 50, 8, 0)
-    asked = [SlateQuery(prefix=root, trie=catalogue.trie, k=50, beam_width=50) for root in roots]
+    prefixes = drawn_prefixes(model, 50, 8, 0)
+    asked = [
+        SlateQuery(prefix=prefix, trie=catalogue.trie, k=50, beam_width=50) for prefix in prefixes
+    ]
     engine.run_many(asked)
     taken: list[float] = []
     limit = time.monotonic() + seconds

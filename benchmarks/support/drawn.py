@@ -129,15 +129,15 @@ def _draw_weights(model: Recommender, catalogue: Catalogue) -> None:
     model.bind_items(catalogue.codes)
 
 
-def drawn_roots(model: Recommender, items: int, count: int, seed: int) -> list[Prefix]:
+def drawn_prefixes(model: Recommender, items: int, count: int, seed: int) -> list[Prefix]:
     """Returns histories of `items` events, BOS first."""
     rng = np.random.default_rng(seed)
-    roots = []
+    prefixes = []
     for _ in range(count):
         rows = torch.from_numpy(rng.integers(0, model.num_bound_items, items))
         tokens = torch.cat([torch.zeros(1, dtype=torch.int64), model.item_tokens[rows].flatten()])
-        roots.append(Prefix(NodeInputs(tokens), tokens.numpy()))
-    return roots
+        prefixes.append(Prefix(NodeInputs(tokens), tokens.numpy()))
+    return prefixes
 
 
 def drawn_ranker(num_items: int, hidden: int, layers: int) -> Ranker:
@@ -166,7 +166,7 @@ def drawn_ranker(num_items: int, hidden: int, layers: int) -> Ranker:
     return ranker
 
 
-def drawn_ranking_root(ranker: Ranker, rows: int, seed: int) -> Prefix:
+def drawn_ranking_prefix(ranker: Ranker, rows: int, seed: int) -> Prefix:
     """Returns a profile row, nine tenths long-term history, and recent events."""
     g = torch.Generator().manual_seed(seed)
     recent = max(rows // 10, 1)

@@ -13,7 +13,7 @@ from recserve.kernels.trie.trie import LeafFilter, build_trie
 from recserve.search.filters import RequestFilters, leaf_filter
 from tests.support.grids import covering
 from tests.support.leaf_counts import remaining
-from tests.support.recommenders import draw_root
+from tests.support.recommenders import draw_prefix
 from tests.support.tries import SHAPES, Changed, engine_of
 
 PATHS = ["auto", "torch"]
@@ -169,13 +169,13 @@ def test_slates_are_the_best_of_all_scored_items(shape, kernels, dense_weight, f
     model, engine = engine_of(changed)
     model.pack()
     draw = np.random.default_rng(5)
-    root = draw_root(model, 4, 0)
+    prefix = draw_prefix(model, 4, 0)
     live = np.setdiff1d(changed.rows.numpy(), changed.hidden)
-    scored = engine.run(LikelihoodQuery(root, changed.trie, live)).values[:, 0]
+    scored = engine.run(LikelihoodQuery(prefix, changed.trie, live)).values[:, 0]
     half, bitmap = draw_items(draw, changed.num_rows, len(changed.base_codes))
     three = np.isin(np.arange(changed.num_rows), live[:3])
     plain = SlateQuery(
-        prefix=root, trie=changed.trie, k=5, beam_width=2 * len(live), dense_weight=dense_weight
+        prefix=prefix, trie=changed.trie, k=5, beam_width=2 * len(live), dense_weight=dense_weight
     )
     asked, usable = [], []
     for allowed, mask in ((None, None), (half, bitmap), (AllowedItems.of(three), three)):

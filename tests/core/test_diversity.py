@@ -18,7 +18,7 @@ from tests.support.draft_heads import make_head
 from tests.support.draft_heads import make_nezha_head as nezha_head
 from tests.support.grids import chosen
 from tests.support.listed_groups import ListedGroups
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.slates import groups_of, plain_first_k, plain_open
 
 CONFIG = EngineConfig(kv_bytes=16 * 2**20)
@@ -78,8 +78,8 @@ class World:
             "allowed": AllowedItems.of(draw.random(items) < 0.6) if seed % 4 > 1 else None,
             "caps": [(by_prefix,), (by_list,), (by_prefix, by_list)][seed // 3 % 3],
         }
-        root = draw_root(self.model, seed % 7, seed)
-        return SlateQuery(prefix=root, trie=self.trie, **asked | fields)
+        prefix = draw_prefix(self.model, seed % 7, seed)
+        return SlateQuery(prefix=prefix, trie=self.trie, **asked | fields)
 
     def legal(self, request):
         """Rows that the request may be answered with, caps aside."""
@@ -211,7 +211,7 @@ def test_thirty_prefixes_of_their_own():
     cap, again = Cap(PrefixGroups(trie, 0), 1), 0
     for seed in range(8):
         request = SlateQuery(
-            prefix=draw_root(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
+            prefix=draw_prefix(model, 6, seed), trie=trie, k=10, beam_width=10, caps=(cap,)
         )
         slate = engine.run(request)
         again += slate.rounds > trie.num_levels

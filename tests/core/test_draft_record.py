@@ -23,7 +23,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import undrafted
 from tests.support.text_plain import TableDrafter, drawn_model
 
@@ -117,7 +117,7 @@ def test_a_drafter_that_is_always_wrong_is_paused(verifier, temperature, load_aw
 
 
 def slate_query(model, trie, seed):
-    prefix = draw_root(model, 5, seed)
+    prefix = draw_prefix(model, 5, seed)
     return SlateQuery(prefix=prefix, trie=trie, k=10, beam_width=10, strategy="speculative")
 
 

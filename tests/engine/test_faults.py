@@ -18,7 +18,7 @@ from recserve.engine.runner import DeviceLost, Runner
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.grids import covering, thin
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import MAKERS, assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model
 
@@ -26,7 +26,7 @@ from tests.support.text_plain import drawn_model
 def slates(number):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     queries = [
-        SlateQuery(prefix=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        SlateQuery(prefix=draw_prefix(model, 4 + i, i), trie=trie, k=3, beam_width=3)
         for i in range(number)
     ]
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=4 * 2**20))
@@ -82,7 +82,7 @@ def test_a_request_that_breaks_the_forward_fails_alone(monkeypatch, place):
     _, engine, queries = slates(7)
     expected = [engine.run(query).rows.tolist() for query in queries]
     engine.forget_all()
-    length = len(queries[place].prefix.inputs)  # every root has another length
+    length = len(queries[place].prefix.inputs)  # every prefix has another length
     fail_with(monkeypatch, lambda pieces: length in [len(p.inputs) for p in pieces])
     futures = [engine.submit(query) for query in queries]
     run(engine)

@@ -28,7 +28,7 @@ from tests.support.device_worlds import assert_same, ranking, recommending, text
 from tests.support.draft_heads import make_head
 from tests.support.grids import chosen, covering, sampled
 from tests.support.pretend_cuda import PretendCuda
-from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.recommenders import CATALOGUES, FORMS, draw_prefix, make
 from tests.support.recorded_steps import SHAPES, Counted
 from tests.support.text_engines import PARAMETERS, SPREAD, assert_no_leak, engine_for, prompts
 from tests.support.text_plain import TableDrafter, drawn_model, plain
@@ -159,7 +159,7 @@ def test_slates_are_the_same_drafted_together_and_warm(catalogue, form):
     def slates(strategy, engine):
         requests = [
             SlateQuery(
-                prefix=draw_root(trained, 1 + 9 * i, i),
+                prefix=draw_prefix(trained, 1 + 9 * i, i),
                 trie=trie,
                 k=5,
                 beam_width=12,

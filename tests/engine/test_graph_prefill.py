@@ -50,7 +50,7 @@ def piece_of(tokens, kv, start, states):
 @pytest.mark.parametrize("kind", ["items", "codes", "text"])
 @torch.inference_mode()
 def test_replays_compute_what_is_launched(kind):
-    """Any number of rows under any root, after others; more rows than any graph holds."""
+    """Any number of rows under any prefix, after others; more rows than any graph holds."""
     model = drawn_model(1) if kind == "text" else recommending("cpu", kind).model
     g = torch.Generator().manual_seed(0)
     launched, replaying = runner_of(model), runner_of(model)

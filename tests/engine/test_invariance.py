@@ -22,8 +22,8 @@ from recserve.search.strategy import Heads
 from recserve.service import Service, ServiceOptions
 from tests.support.draft_heads import make_head
 from tests.support.invariant_texts import SIZES, long_sums, packed, report, text_queries
-from tests.support.rankers import draw_rows, make_ranker, ranking_root
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.rankers import draw_rows, make_ranker, ranking_prefix
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import assert_no_leak
 from tests.support.text_plain import TableDrafter, drawn_model
 from tests.support.tiny_bundle import shared_bundle
@@ -35,10 +35,10 @@ pytestmark = pytest.mark.skipif(
 
 def test_scores_of_texts_have_the_same_bits_in_one_step_and_in_many():
     model, draw = packed(long_sums()), np.random.default_rng(4)
-    root = draw.integers(0, 40, 13)
+    prefix = draw.integers(0, 40, 13)
     offsets = np.cumsum([0, *draw.integers(1, 40, 30)])
     request = TextScoreQuery(
-        Prefix(NodeInputs(torch.from_numpy(root)), root),
+        Prefix(NodeInputs(torch.from_numpy(prefix)), prefix),
         draw.integers(0, 40, offsets[-1]),
         offsets,
         (1, 2, 3),
@@ -110,24 +110,24 @@ def same_slates(left, right) -> None:
 def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
     catalogue, form, normalization
 ):
-    """Beam widths and candidates of others, roots that grow by an event, and a drafter."""
+    """Beam widths and candidates of others, prefixes that grow by an event, and a drafter."""
     model, trie = make(CATALOGUES[catalogue], form, normalization)
     heads = Heads(prefixes=make_head(model, "drawn"))
     model.pack()
     weight = 1.0 if form == "items" else 0.0
-    roots = [draw_root(model, events, seed) for seed, events in enumerate([23, 1, 40, 7])]
+    prefixes = [draw_prefix(model, events, seed) for seed, events in enumerate([23, 1, 40, 7])]
 
     def requests(strategy: str) -> list[SlateQuery]:
         return [
             SlateQuery(
-                prefix=root,
+                prefix=prefix,
                 trie=trie,
                 k=5,
                 beam_width=6 + 5 * i,
                 dense_weight=weight,
                 strategy=strategy,
             )
-            for i, root in enumerate(roots)
+            for i, prefix in enumerate(prefixes)
         ]
 
     one = build_engine(EngineModels(model, heads=heads), SIZES)
@@ -142,14 +142,14 @@ def test_a_slate_has_the_same_bits_alone_together_cached_and_drafted(
     for _ in range(2):
         same_slates(cached.run_many(requests("beam")[::-1]), alone[::-1])
     grown = engine()
-    grown.run(replace(requests("beam")[0], prefix=draw_root(model, 19, 0)))
+    grown.run(replace(requests("beam")[0], prefix=draw_prefix(model, 19, 0)))
     again = grown.run(requests("beam")[0])
     assert again.timing.prefix_cached > 19
     same_slates([again], alone[:1])
     same_slates(engine().run_many(requests("speculative")), alone)
     rows = np.arange(min(40, len(CATALOGUES[catalogue])))
-    wide = engine().run(LikelihoodQuery(roots[0], trie, rows))
-    few = engine().run(LikelihoodQuery(roots[0], trie, rows[3:5]))
+    wide = engine().run(LikelihoodQuery(prefixes[0], trie, rows))
+    few = engine().run(LikelihoodQuery(prefixes[0], trie, rows[3:5]))
     assert wide.values[3:5].tobytes() == few.values.tobytes()
 
 
@@ -196,7 +196,7 @@ def test_strategies_that_are_not_covered_are_not_offered():
     with pytest.raises(ValueError, match="strategy is 'nezha'; choose one of"):
         engine.submit(
             SlateQuery(
-                prefix=draw_root(model, 3, 0), trie=trie, k=5, beam_width=5, strategy="nezha"
+                prefix=draw_prefix(model, 3, 0), trie=trie, k=5, beam_width=5, strategy="nezha"
             )
         )
 
@@ -235,12 +235,12 @@ def test_answers_of_a_service_have_the_same_bits_warm_and_cold(tmp_path):
             assert few.items() <= many.items()
 
 
-def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
-    """Roots that share their first rows, candidates with limits of their own and without."""
+def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_prefix():
+    """Prefixes that share their first rows, candidates with limits of their own and without."""
     ranker = make_ranker()
     ranker.pack()
-    whole, candidates = ranking_root(1, 20, 12, 3), draw_rows(300, 3, 1)
-    roots = [Prefix(whole.inputs.select(slice(n)), whole.keys[:n], 21) for n in (22, 26, 33)]
+    whole, candidates = ranking_prefix(1, 20, 12, 3), draw_rows(300, 3, 1)
+    prefixes = [Prefix(whole.inputs.select(slice(n)), whole.keys[:n], 21) for n in (22, 26, 33)]
     limits = np.random.default_rng(0).integers(21, 23, 300)
 
     built = build_engine(EngineModels(ranker=ranker), replace(SIZES, page_size=8))
@@ -250,7 +250,7 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
         return built
 
     for chosen in (None, limits):
-        requests = [RankQuery(root, candidates, chosen) for root in roots]
+        requests = [RankQuery(prefix, candidates, chosen) for prefix in prefixes]
         alone = [engine().run(request).values for request in requests]
         grown = engine()
         for number, request in enumerate(requests):
@@ -261,5 +261,5 @@ def test_a_ranking_has_the_same_bits_alone_together_and_after_a_cached_root():
             assert answer.values.tobytes() == expected.tobytes()
         for i in (0, 299):
             own = None if chosen is None else chosen[i : i + 1]
-            one = RankQuery(roots[2], candidates.select(slice(i, i + 1)), own)
+            one = RankQuery(prefixes[2], candidates.select(slice(i, i + 1)), own)
             assert engine().run(one).values[0].tobytes() == alone[2][i].tobytes()

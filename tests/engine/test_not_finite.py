@@ -42,7 +42,7 @@ IN_TREES = ("beam", "speculative", "specgr", "likelihood")
 class Fault:
     """Makes the states of one tree NaN in one forward, and its keys and values if `written`.
 
-    tree: its number among the trees of the forward; roots under way come before trees of items.
+    tree: its number among the trees of the forward; prefixes under way come before trees of items.
     """
 
     def __init__(self, runner, tree, forward=0, value=NAN, written=True):
@@ -104,7 +104,7 @@ def assert_clean(scheduler):
 
 
 def num_cached(scheduler, request):
-    """Rows of a request's root that the prefix cache holds."""
+    """Rows of a request's prefix that the prefix cache holds."""
     keys = PrefixKeys(request.prefix.keys, request.prefix.shared)
     pages, length, cached = scheduler.kv.prefixes.match(keys)
     scheduler.kv.allocator.release(pages)
@@ -148,7 +148,7 @@ def world(request):
     "strategy, which, value",
     covering([*IN_TREES, *AT_ONCE], (0, 2), (NAN, float("inf"), -float("inf"))),
 )
-def test_a_root_that_is_not_finite(world, strategy, which, value):
+def test_a_prefix_that_is_not_finite(world, strategy, which, value):
     scheduler = world.engine.schedulers["recommender"]
     requests = queries_of(world, strategy)
     assert_one_fails(world.engine, scheduler, requests, which, 0, value=value)
@@ -182,7 +182,7 @@ def test_the_last_forward_is_looked_at_like_the_first(world, strategy):
     assert_one_fails(world.engine, scheduler, [request], 0, forwards - 1)
 
 
-def test_a_warmed_root_that_is_not_finite_is_not_kept(world):
+def test_a_warmed_prefix_that_is_not_finite_is_not_kept(world):
     scheduler = world.engine.schedulers["recommender"]
     assert_one_fails(world.engine, scheduler, queries_of(world, "warm")[:1], 0, 0)
 
@@ -235,7 +235,7 @@ def test_a_request_that_fails_alone_leaves_nothing_in_its_pages(kernels, force_k
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_a_fault_inside_the_network_stays_with_its_request(kernels, monkeypatch, force_kernels):
-    """One row of a root goes wrong before the first layer: attention must not carry it over."""
+    """One row of a prefix goes wrong before the first layer: attention must not carry it over."""
     if kernels == "torch":
         force_kernels("torch")
     world = recommending("cpu")
@@ -293,8 +293,8 @@ def test_on_a_device_a_ranking_tells(plain_kernels):
         assert_one_fails(world.engine, scheduler, world.ask(), 1, 1, **ON_DEVICE)
 
 
-def test_on_a_device_a_ranking_under_such_a_root_tells(plain_kernels):
-    """Of the root a ranking reads keys and values alone."""
+def test_on_a_device_a_ranking_under_such_a_prefix_tells(plain_kernels):
+    """Of the prefix a ranking reads keys and values alone."""
     with PretendCuda():
         world = ranking("cuda")
         scheduler = world.engine.schedulers["ranker"]
@@ -343,8 +343,8 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
 
 
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_recorded_search_from_roots_that_are_not_finite_tells(which, plain_kernels):
-    """Placeholders behind the root too, which `nezha` reads."""
+def test_a_recorded_search_from_prefixes_that_are_not_finite_tells(which, plain_kernels):
+    """Placeholders behind the prefix too, which `nezha` reads."""
     with PretendCuda():
         world = recommending("cuda")
         engine, scheduler = world.engine, world.engine.schedulers["recommender"]

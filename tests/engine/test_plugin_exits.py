@@ -18,7 +18,7 @@ from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.speculation.verifiers.sample import SampleRule
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model
 
@@ -129,7 +129,7 @@ def test_code_of_a_text_that_leaves_fails_its_text_alone(hook, kind, monkeypatch
 def test_a_strategy_that_leaves_fails_its_request_alone(hook, kind, monkeypatch):
     model, trie = make(CATALOGUES["ordinary"], "codes", "children")
     queries = [
-        SlateQuery(prefix=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        SlateQuery(prefix=draw_prefix(model, 4 + i, i), trie=trie, k=3, beam_width=3)
         for i in range(3)
     ]
 

@@ -17,7 +17,7 @@ from recserve.speculation.draft import DrafterError, chain_draft
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.speculation.verifiers.sample import SampleRule
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.recorded_steps import Counted, with_graphs
 from tests.support.text_engines import assert_no_leak, engine_for, prompts
 from tests.support.text_plain import TableDrafter, drawn_model
@@ -55,7 +55,7 @@ def test_a_strategy_that_returns_too_few_results_fails_alone():
     short = ShortStrategy()
     engine.add_strategy("short", short)
     queries = [
-        SlateQuery(prefix=draw_root(model, 4 + i, i), trie=trie, k=3, beam_width=3)
+        SlateQuery(prefix=draw_prefix(model, 4 + i, i), trie=trie, k=3, beam_width=3)
         for i in range(6)
     ]
     expected = [engine.run(query).rows.tolist() for query in queries]

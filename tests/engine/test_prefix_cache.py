@@ -25,7 +25,7 @@ def keys(*values: int) -> np.ndarray:
 
 
 def store(cache, allocator, row_keys, shared=0):
-    """Compute a root and leave it to the cache alone."""
+    """Compute a prefix and leave it to the cache alone."""
     pages = allocator.allocate(-(-len(row_keys) // SIZE))
     cache.insert(PrefixKeys(row_keys, shared), pages, CachedPrefix(TAIL))
     allocator.release(pages)
@@ -50,7 +50,7 @@ def test_allocate_share_release():
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
-def test_a_whole_root_is_found_with_its_tail(length):
+def test_a_whole_prefix_is_found_with_its_tail(length):
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     pages = store(cache, allocator, np.arange(length))
@@ -58,7 +58,7 @@ def test_a_whole_root_is_found_with_its_tail(length):
     assert num_found == length and cached.last_hidden is TAIL and own == pages
 
 
-def test_a_longer_root_finds_pages_and_the_partly_filled_one():
+def test_a_longer_prefix_finds_pages_and_the_partly_filled_one():
     """Cached 0..5 (page 0..3, partial 4 5); asked for 0..8: six rows are there, the tail is not."""
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
@@ -122,7 +122,7 @@ def test_two_users_share_a_beginning():
 
 
 def test_shared_rows_are_cached_as_one_piece():
-    """Rows 0..5 see each other: a root whose fifth row differs finds nothing of the first page."""
+    """Rows 0..5 see each other: a prefix whose fifth row differs finds nothing of page one."""
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(9), shared=6)
@@ -136,7 +136,7 @@ def test_shared_rows_are_cached_as_one_piece():
 @pytest.mark.parametrize("common", [4, 5, 8, 9, 12])
 @pytest.mark.parametrize("shared", [0, 1, 4, 6, 8])
 def test_full_pages_behind_the_shared_rows_are_found(common, shared):
-    """Roots that differ behind `common` rows: all pages before are found, or none is of use."""
+    """Prefixes that differ behind `common` rows: all pages before are found, or none is of use."""
     allocator = PageAllocator(20)
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(13), shared)
@@ -202,7 +202,7 @@ def test_eviction_costs_the_same_in_a_large_cache():
     assert costs[0] == costs[1], "calls of both evictions, and looks at pages"
 
 
-def test_forget_drops_every_length_of_a_root():
+def test_forget_drops_every_length_of_a_prefix():
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
     store(cache, allocator, np.arange(5))
@@ -213,20 +213,20 @@ def test_forget_drops_every_length_of_a_root():
 
 
 @pytest.mark.parametrize("shared", [0, 2])
-def test_roots_of_another_salt_are_not_found(shared):
+def test_prefixes_of_another_salt_are_not_found(shared):
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)
-    root = PrefixKeys(np.arange(6), shared, salt=b"one")
+    prefix = PrefixKeys(np.arange(6), shared, salt=b"one")
     pages = allocator.allocate(2)
-    cache.insert(root, pages, CachedPrefix(TAIL))
+    cache.insert(prefix, pages, CachedPrefix(TAIL))
     allocator.release(pages)
     for salt, length in ((b"", 0), (b"two", 0), (b"one", 6)):
-        pages, num_found, _ = cache.match(PrefixKeys(root.keys, shared, salt=salt))
+        pages, num_found, _ = cache.match(PrefixKeys(prefix.keys, shared, salt=salt))
         assert num_found == length
         allocator.release(pages)
 
 
-def test_forget_drops_a_root_under_every_salt():
+def test_forget_drops_a_prefix_under_every_salt():
     allocator = PageAllocator(12)
     cache = PrefixCache(allocator, SIZE)
     for salt in (b"", b"one", b"two"):
@@ -234,12 +234,12 @@ def test_forget_drops_a_root_under_every_salt():
         cache.insert(PrefixKeys(np.arange(6), salt=salt), pages, CachedPrefix(TAIL))
         allocator.release(pages)
     cache.drop(cache.digests_of(PrefixKeys(np.arange(6), salt=b"one")))
-    assert allocator.num_free == 8, "the roots of the other salts stay"
+    assert allocator.num_free == 8, "the prefixes of the other salts stay"
     cache.drop(cache.digests_of(PrefixKeys(np.arange(6))))
     assert allocator.num_free == 12 and cache.num_pages == 0
 
 
-def test_there_are_no_more_roots_than_pages():
+def test_there_are_no_more_prefixes_than_pages():
     """Six users' histories grow, are asked for, forgotten in part and evicted, 4,000 times."""
     rng, allocator = np.random.default_rng(0), PageAllocator(12)
     cache, lengths = PrefixCache(allocator, SIZE), np.ones(6, dtype=int)
@@ -247,17 +247,17 @@ def test_there_are_no_more_roots_than_pages():
     for _ in range(4000):
         user = int(rng.integers(6))
         lengths[user] = rng.integers(1, 15) if rng.random() < 0.1 else lengths[user] % 14 + 1
-        root = np.arange(lengths[user]) + 100 * user
+        prefix = np.arange(lengths[user]) + 100 * user
         if rng.random() < 0.1:
-            kept = int(rng.integers(len(root)))
-            cache.drop(cache.digests_of(PrefixKeys(root, 0, kept)))
+            kept = int(rng.integers(len(prefix)))
+            cache.drop(cache.digests_of(PrefixKeys(prefix, 0, kept)))
             continue
-        held, length, _ = cache.match(PrefixKeys(root))
-        shared, count = held[: length // SIZE], -(-len(root) // SIZE)
-        if length < len(root):
+        held, length, _ = cache.match(PrefixKeys(prefix))
+        shared, count = held[: length // SIZE], -(-len(prefix) // SIZE)
+        if length < len(prefix):
             cache.evict(count - len(shared))
             own = allocator.allocate(count - len(shared))
-            cache.insert(PrefixKeys(root), shared + own, CachedPrefix(TAIL))
+            cache.insert(PrefixKeys(prefix), shared + own, CachedPrefix(TAIL))
             allocator.release(own)
         allocator.release(held)
         tails = sum(cached is not None for _, cached in cache._entries.values())
@@ -270,7 +270,7 @@ def test_there_are_no_more_roots_than_pages():
 
 @pytest.mark.parametrize("kept", range(9))
 def test_forget_keeps_the_first_rows(kept):
-    """Roots of 1, 2 .. 8 rows are there; those of the first `kept` rows stay, and their pages."""
+    """Prefixes of 1, 2 .. 8 rows are there; those of the first `kept` rows and their pages stay."""
     allocator = PageAllocator(20)
     cache = PrefixCache(allocator, SIZE)
     for length in range(1, 9):
@@ -283,7 +283,7 @@ def test_forget_keeps_the_first_rows(kept):
     assert allocator.num_free == 20 - cache.num_pages == 20 - kept
 
 
-def test_a_root_of_whole_pages_that_lost_its_tail_computes_its_last_page_again():
+def test_a_prefix_of_whole_pages_that_lost_its_tail_computes_its_last_page_again():
     """8 rows in two pages of 4; the tail was evicted, the pages were not."""
     allocator = PageAllocator(10)
     cache = PrefixCache(allocator, SIZE)

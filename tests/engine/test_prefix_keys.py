@@ -17,7 +17,7 @@ NAMES = [("", b""), ("one", b""), ("two", b""), ("", b"one"), ("one", b"one")]
 
 
 def filled(shared: int, drafter: str, salt: bytes) -> tuple[PageAllocator, PrefixCache]:
-    """Returns a cache that holds one root under a drafter and a salt."""
+    """Returns a cache that holds one prefix under a drafter and a salt."""
     allocator = PageAllocator(8)
     cache = PrefixCache(allocator, SIZE)
     pages = allocator.allocate(2)

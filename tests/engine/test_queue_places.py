@@ -17,7 +17,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.request_queue import Places
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import engine_for, shared_model
 from tests.support.text_queries import prompt_query
 
@@ -117,7 +117,7 @@ def test_models_have_queues_of_their_own():
     engine.check_queue(["recommender"])
     engine.check_queue(["ranker", "recommender"])
     slates = [
-        SlateQuery(prefix=draw_root(recommender, 5, n), trie=trie, k=3, beam_width=3)
+        SlateQuery(prefix=draw_prefix(recommender, 5, n), trie=trie, k=3, beam_width=3)
         for n in range(4)
     ]
     futures = engine.submit_all(slates)

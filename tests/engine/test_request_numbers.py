@@ -25,10 +25,10 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.dense_worlds import World
 from tests.support.listed_groups import ListedGroups
-from tests.support.recommenders import draw_root
+from tests.support.recommenders import draw_prefix
 
 WORLD = World()
-ROOT = draw_root(WORLD.model, 4, 1)
+ROOT = draw_prefix(WORLD.model, 4, 1)
 ROWS = WORLD.trie.num_rows
 BARE = Prefix(NodeInputs(ROOT.inputs.tokens[:0]), ROOT.keys[:0])
 GROUPS = ListedGroups(np.arange(ROWS + 1), np.arange(ROWS))

@@ -101,11 +101,16 @@ def asked(request, tmp_path_factory):
             tokens = history_tokens(
                 history[-20:], catalog.semantic_ids.codes, model.config.codebook_sizes, "items"
             )
-            root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
+            prefix = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
             seen = history if case % 2 else None
             made.append(
                 SlateQuery(
-                    prefix=root, trie=trie, k=10, beam_width=width, strategy=strategy, excluded=seen
+                    prefix=prefix,
+                    trie=trie,
+                    k=10,
+                    beam_width=width,
+                    strategy=strategy,
+                    excluded=seen,
                 )
             )
         return made

@@ -27,7 +27,7 @@ from recserve.models.ranker import (
 
 ITEMS, VECTOR, DENSE = 50, 12, 7
 SHARED, RECENTS = 4, 5
-ROOT = SHARED + RECENTS
+PREFIX = SHARED + RECENTS
 TOLERANCE = 1e-5
 
 
@@ -55,7 +55,7 @@ def rows(n: int, group: int, position: int | None = None, seed: int = 0) -> Node
     )
 
 
-def make_root(seed: int = 0) -> NodeInputs:
+def make_prefix(seed: int = 0) -> NodeInputs:
     return NodeInputs.cat(
         [rows(1, PROFILE, 0, seed), rows(SHARED - 1, LONG, None, seed), rows(RECENTS, RECENT)]
     )
@@ -66,32 +66,32 @@ def visible(limits: Tensor) -> Tensor:
     return (index < limits[:, None]) | (index[:, None] == index)
 
 
-def root_sees() -> Tensor:
-    return torch.arange(1, ROOT + 1).clamp(min=SHARED)
+def prefix_sees() -> Tensor:
+    return torch.arange(1, PREFIX + 1).clamp(min=SHARED)
 
 
-def score(model: Ranker, root: NodeInputs, candidates: NodeInputs, limits: Tensor) -> Tensor:
+def score(model: Ranker, prefix: NodeInputs, candidates: NodeInputs, limits: Tensor) -> Tensor:
     """All in one dense pass, [M, tasks]."""
-    inputs = NodeInputs.cat([root, candidates])
-    mask = visible(torch.cat([root_sees(), limits]))[None, None]
+    inputs = NodeInputs.cat([prefix, candidates])
+    mask = visible(torch.cat([prefix_sees(), limits]))[None, None]
     attend = DenseSiluAttention(mask, model.config.normalizer)
     with torch.no_grad():
         groups = inputs.groups[None]
         hidden = model(model.embed(inputs)[None], groups, attend)
-        return model.heads(hidden[0, len(root) :])
+        return model.heads(hidden[0, len(prefix) :])
 
 
 @pytest.mark.parametrize("count", [63, 781, pytest.param(4096, marks=pytest.mark.slow)])
 def test_candidate_alone_scores_as_in_company_in_any_order(count: int) -> None:
-    model, root = make_ranker(), make_root()
-    candidates = rows(count, CANDIDATE, ROOT, seed=1)
-    limits = torch.randint(SHARED, ROOT + 1, (count,), generator=torch.Generator().manual_seed(2))
-    together = score(model, root, candidates, limits)
+    model, prefix = make_ranker(), make_prefix()
+    candidates = rows(count, CANDIDATE, PREFIX, seed=1)
+    limits = torch.randint(SHARED, PREFIX + 1, (count,), generator=torch.Generator().manual_seed(2))
+    together = score(model, prefix, candidates, limits)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
-    shuffled = score(model, root, candidates.select(order), limits[order])
+    shuffled = score(model, prefix, candidates.select(order), limits[order])
     torch.testing.assert_close(shuffled, together[order], atol=TOLERANCE, rtol=0)
     for i in (0, count // 2, count - 1):
-        alone = score(model, root, candidates.select(slice(i, i + 1)), limits[i : i + 1])
+        alone = score(model, prefix, candidates.select(slice(i, i + 1)), limits[i : i + 1])
         torch.testing.assert_close(alone, together[i : i + 1], atol=TOLERANCE, rtol=0)
     assert together.std(0).min() > 0.01
 
@@ -101,72 +101,72 @@ def test_normaliser_that_counts_rows_would_break_independence() -> None:
 
     The norm after the attention hides most of a divisor; its epsilon lets through what is left.
     """
-    model, root = make_ranker(), make_root()
-    candidates, limits = rows(2000, CANDIDATE, ROOT, seed=1), torch.full((2000,), ROOT)
+    model, prefix = make_ranker(), make_prefix()
+    candidates, limits = rows(2000, CANDIDATE, PREFIX, seed=1), torch.full((2000,), PREFIX)
 
     def by_length(count: int) -> Tensor:
-        inputs = NodeInputs.cat([root, candidates.select(slice(0, count))])
-        mask = visible(torch.cat([root_sees(), limits[:count]]))[None, None]
+        inputs = NodeInputs.cat([prefix, candidates.select(slice(0, count))])
+        mask = visible(torch.cat([prefix_sees(), limits[:count]]))[None, None]
         attend = DenseSiluAttention(mask, float(len(inputs)))
         with torch.no_grad():
             hidden = model(model.embed(inputs)[None], inputs.groups[None], attend)
-            return model.heads(hidden[0, ROOT : ROOT + 1])
+            return model.heads(hidden[0, PREFIX : PREFIX + 1])
 
     assert (by_length(1) - by_length(2000)).abs().max() > 100 * TOLERANCE
 
 
 def test_candidate_sees_no_event_after_its_exposure() -> None:
-    model, root = make_ranker(), make_root()
-    candidate = rows(1, CANDIDATE, ROOT, seed=1)
+    model, prefix = make_ranker(), make_prefix()
+    candidate = rows(1, CANDIDATE, PREFIX, seed=1)
     limits = torch.tensor([SHARED + 2])
-    before = score(model, root, candidate, limits)
-    tokens = root.tokens.clone()
+    before = score(model, prefix, candidate, limits)
+    tokens = prefix.tokens.clone()
     tokens[SHARED + 2] = (tokens[SHARED + 2] + 1) % ITEMS
-    late = score(model, replace(root, tokens=tokens), candidate, limits)
+    late = score(model, replace(prefix, tokens=tokens), candidate, limits)
     torch.testing.assert_close(late, before, atol=0, rtol=0)
-    tokens = root.tokens.clone()
+    tokens = prefix.tokens.clone()
     tokens[SHARED + 1] = (tokens[SHARED + 1] + 1) % ITEMS
-    early = score(model, replace(root, tokens=tokens), candidate, limits)
+    early = score(model, replace(prefix, tokens=tokens), candidate, limits)
     assert (early - before).abs().max() > 1e-3
 
 
 def test_long_history_sees_itself_both_ways_and_no_recent_event() -> None:
-    model, root = make_ranker(), make_root()
+    model, prefix = make_ranker(), make_prefix()
 
     def hidden(inputs: NodeInputs) -> Tensor:
-        attend = DenseSiluAttention(visible(root_sees())[None, None], 8.0)
+        attend = DenseSiluAttention(visible(prefix_sees())[None, None], 8.0)
         with torch.no_grad():
             return model(model.embed(inputs)[None], inputs.groups[None], attend)[0]
 
-    before = hidden(root)
+    before = hidden(prefix)
 
     def changed(place: int) -> Tensor:
-        tokens = root.tokens.clone()
+        tokens = prefix.tokens.clone()
         tokens[place] = (tokens[place] + 1) % ITEMS
-        return ((hidden(replace(root, tokens=tokens)) - before).abs().amax(1) > 1e-6).nonzero()[
+        return ((hidden(replace(prefix, tokens=tokens)) - before).abs().amax(1) > 1e-6).nonzero()[
             :, 0
         ]
 
-    assert changed(SHARED - 1).tolist() == list(range(ROOT))
-    assert changed(SHARED + 2).tolist() == list(range(SHARED + 2, ROOT))
+    assert changed(SHARED - 1).tolist() == list(range(PREFIX))
+    assert changed(SHARED + 2).tolist() == list(range(SHARED + 2, PREFIX))
 
 
 def test_limits_say_the_same_as_the_token_tree() -> None:
-    """Root: chain with `shared`; candidates: branches with `prefix_limits`. One mask, twice."""
-    root = replace(chain(torch.arange(ROOT)), shared=torch.tensor([SHARED]))
-    limits = torch.tensor([SHARED, ROOT, SHARED + 3])
+    """Prefix: chain with `shared`; candidates: branches with `prefix_limits`. One mask, twice."""
+    prefix = replace(chain(torch.arange(PREFIX)), shared=torch.tensor([SHARED]))
+    limits = torch.tensor([SHARED, PREFIX, SHARED + 3])
     branches = root_branch(torch.arange(3), torch.arange(4))
     tree: TokenTree = replace(branches, prefix_limits=limits)
-    whole = torch.zeros(ROOT + 3, ROOT + 3, dtype=torch.bool)
-    whole[:ROOT, :ROOT] = root.dense_mask()
-    whole[ROOT:, :ROOT] = torch.arange(ROOT) < tree.prefix_limits[:, None]
-    whole[ROOT:, ROOT:] = tree.dense_mask()
-    assert torch.equal(whole, visible(torch.cat([root_sees(), limits])))
+    whole = torch.zeros(PREFIX + 3, PREFIX + 3, dtype=torch.bool)
+    whole[:PREFIX, :PREFIX] = prefix.dense_mask()
+    whole[PREFIX:, :PREFIX] = torch.arange(PREFIX) < tree.prefix_limits[:, None]
+    whole[PREFIX:, PREFIX:] = tree.dense_mask()
+    assert torch.equal(whole, visible(torch.cat([prefix_sees(), limits])))
 
 
 @dataclass
-class CachedRoot:
-    """Two-step attention: the root's keys and values are kept; candidates read them, and theirs."""
+class CachedPrefix:
+    """Two-step attention: candidates read the prefix's kept keys and values, and their own."""
 
     model: Ranker
     limits: Tensor
@@ -177,35 +177,35 @@ class CachedRoot:
         normalizer = self.model.config.normalizer
         if layer not in self.keys:
             self.keys[layer], self.values[layer] = key, value
-            return DenseSiluAttention(visible(root_sees())[None, None], normalizer)(
+            return DenseSiluAttention(visible(prefix_sees())[None, None], normalizer)(
                 layer, query, key, value
             )
         scale = query.shape[-1] ** -0.5
-        root = torch.einsum("bmhd,bnhd->bhmn", query, self.keys[layer]) * scale
-        seen = torch.arange(ROOT) < self.limits[:, None]
-        out = torch.einsum("bhmn,bnhd->bmhd", root * root.sigmoid() * seen, self.values[layer])
+        prefix = torch.einsum("bmhd,bnhd->bhmn", query, self.keys[layer]) * scale
+        seen = torch.arange(PREFIX) < self.limits[:, None]
+        out = torch.einsum("bhmn,bnhd->bmhd", prefix * prefix.sigmoid() * seen, self.values[layer])
         own = (query * key).sum(-1, keepdim=True) * scale
         return (out + own * own.sigmoid() * value) / normalizer
 
 
-def test_root_computed_once_gives_the_same_scores() -> None:
-    model, root = make_ranker(), make_root()
+def test_prefix_computed_once_gives_the_same_scores() -> None:
+    model, prefix = make_ranker(), make_prefix()
     candidates, limits = (
-        rows(20, CANDIDATE, ROOT, seed=1),
+        rows(20, CANDIDATE, PREFIX, seed=1),
         torch.arange(20) % (RECENTS + 1) + SHARED,
     )
-    attend = CachedRoot(model, limits)
+    attend = CachedPrefix(model, limits)
     with torch.no_grad():
-        model(model.embed(root)[None], root.groups[None], attend)
+        model(model.embed(prefix)[None], prefix.groups[None], attend)
         hidden = model(model.embed(candidates)[None], candidates.groups[None], attend)
         cached = model.heads(hidden[0])
-    expected = score(model, root, candidates, limits)
+    expected = score(model, prefix, candidates, limits)
     torch.testing.assert_close(cached, expected, atol=TOLERANCE, rtol=0)
 
 
 def test_each_group_has_norms_of_its_own() -> None:
     model = make_ranker().train()
-    candidates = rows(6, CANDIDATE, ROOT, seed=1)
+    candidates = rows(6, CANDIDATE, PREFIX, seed=1)
     attend = DenseSiluAttention(torch.eye(6, dtype=torch.bool)[None, None], 8.0)
     hidden = model(model.embed(candidates)[None], candidates.groups[None], attend)
     model.heads(hidden).sum().backward()
@@ -217,26 +217,26 @@ def test_each_group_has_norms_of_its_own() -> None:
 
 
 def test_profile_row_ignores_its_token() -> None:
-    model, root = make_ranker(), make_root()
-    tokens = root.tokens.clone()
+    model, prefix = make_ranker(), make_prefix()
+    tokens = prefix.tokens.clone()
     tokens[0] = (tokens[0] + 1) % ITEMS
     with torch.no_grad():
-        embedded = model.embed(root)
-        again = model.embed(replace(root, tokens=tokens))
+        embedded = model.embed(prefix)
+        again = model.embed(replace(prefix, tokens=tokens))
     assert torch.equal(embedded, again)
 
 
 def test_saved_ranker_scores_the_same_and_takes_new_items(tmp_path) -> None:
-    model, root = make_ranker(), make_root()
+    model, prefix = make_ranker(), make_prefix()
     model.fit_dense(torch.randn(DENSE), torch.rand(DENSE))
     save_ranker(model, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     loaded = load_ranker(tmp_path, model.item_vectors.numpy())
     assert loaded.config == model.config
-    candidates, limits = rows(30, CANDIDATE, ROOT, seed=1), torch.full((30,), ROOT)
+    candidates, limits = rows(30, CANDIDATE, PREFIX, seed=1), torch.full((30,), PREFIX)
     assert (candidates.tokens >= ITEMS).any()
-    expected = score(model, root, candidates, limits)
-    got = score(loaded, root, candidates, limits)
+    expected = score(model, prefix, candidates, limits)
+    got = score(loaded, prefix, candidates, limits)
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
 
 
@@ -259,7 +259,7 @@ def test_new_catalogue_is_bound_without_touching_known_items() -> None:
 
 def test_id_dropout_makes_items_live_on_their_vector() -> None:
     model = make_ranker(id_dropout=0.999999, dropout=0.0).train()
-    candidates = rows(8, CANDIDATE, ROOT, seed=1)
+    candidates = rows(8, CANDIDATE, PREFIX, seed=1)
     with torch.no_grad():
         dropped = model.embed(candidates)
         model.id_embedding.weight.zero_()

@@ -15,9 +15,9 @@ from tests.support.reference_models import history, recommender
 SMALL = EngineConfig(kv_bytes=8 * 2**20)
 
 
-def generate(theirs, root: Prefix, beams: int, **constraint):
+def generate(theirs, prefix: Prefix, beams: int, **constraint):
     """Sequences and summed log-probabilities, best first; one beam is greedy search there."""
-    tokens = root.inputs.tokens[None]
+    tokens = prefix.inputs.tokens[None]
     wide = {"num_beams": beams, "num_return_sequences": beams, "length_penalty": 0.0}
     out = theirs.generate(
         tokens,
@@ -51,11 +51,11 @@ def test_beam_search_equals_generate_with_allowed_tokens(seed, beams):
     model, trie = recommender(seed, "vocabulary")
     theirs, engine = to_llama(model), build_engine(EngineModels(model), SMALL)
     for events in (1, 7, 25):
-        root = history(model, events, events)
-        allowed = allowed_tokens(trie, model.config.level_offsets, len(root.inputs))
-        expected, scores = generate(theirs, root, beams, prefix_allowed_tokens_fn=allowed)
+        prefix = history(model, events, events)
+        allowed = allowed_tokens(trie, model.config.level_offsets, len(prefix.inputs))
+        expected, scores = generate(theirs, prefix, beams, prefix_allowed_tokens_fn=allowed)
         for _ in ("cold", "cached"):
-            slate = engine.run(SlateQuery(prefix=root, trie=trie, k=beams, beam_width=beams))
+            slate = engine.run(SlateQuery(prefix=prefix, trie=trie, k=beams, beam_width=beams))
             assert slate.rows.tolist() == rows_of(model, expected)
             np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)
 
@@ -66,9 +66,9 @@ def test_beam_search_over_children_equals_generate_with_a_processor(beams):
     model, trie = recommender(0, "children")
     theirs, engine = to_llama(model), build_engine(EngineModels(model), SMALL)
     for events in (1, 25):
-        root = history(model, events, events)
-        processor = TrieProcessor(trie, model.config.level_offsets, len(root.inputs), True)
-        expected, scores = generate(theirs, root, beams, logits_processor=[processor])
-        slate = engine.run(SlateQuery(prefix=root, trie=trie, k=beams, beam_width=beams))
+        prefix = history(model, events, events)
+        processor = TrieProcessor(trie, model.config.level_offsets, len(prefix.inputs), True)
+        expected, scores = generate(theirs, prefix, beams, logits_processor=[processor])
+        slate = engine.run(SlateQuery(prefix=prefix, trie=trie, k=beams, beam_width=beams))
         assert slate.rows.tolist() == rows_of(model, expected)
         np.testing.assert_allclose(slate.scores, scores, rtol=0, atol=1e-4)

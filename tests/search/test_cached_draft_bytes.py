@@ -1,4 +1,4 @@
-"""A draft that stays with a cached root does not hold what its request excluded."""
+"""A draft that stays with a cached prefix does not hold what its request excluded."""
 
 import weakref
 

@@ -22,7 +22,7 @@ from recserve.search.strategies.dense import merge_alike, split_budgets
 from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, SMALL, World
 from tests.support.listed_groups import ListedGroups
-from tests.support.recommenders import draw_root
+from tests.support.recommenders import draw_prefix
 from tests.support.slates import plain_first_k
 
 
@@ -164,7 +164,7 @@ def test_company_does_not_change_a_slate(world):
         allowed = AllowedItems.of(draw.random(len(ORDINARY)) < 0.1) if seed % 4 == 1 else None
         requests.append(world.request(seed, 1 + 3 * seed, allowed=allowed))
     others = [
-        SlateQuery(prefix=draw_root(world.model, 5, 90 + i), trie=world.trie, k=5, beam_width=8)
+        SlateQuery(prefix=draw_prefix(world.model, 5, 90 + i), trie=world.trie, k=5, beam_width=8)
         for i in (0, 1)
     ]
     together = world.engine.run_many([*requests, *others])
@@ -235,7 +235,7 @@ def test_a_mix_moves_the_places_between_outcomes(world):
 def test_a_mix_of_another_length_or_no_index_fails_alone(world):
     wrong = world.request(1, 5, outcome=np.array([1.0]))
     bare = SlateQuery(
-        prefix=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="dense"
+        prefix=draw_prefix(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="dense"
     )
     right = world.request(2, 5)
     futures = [world.engine.submit(r) for r in (wrong, right, bare)]

@@ -25,7 +25,7 @@ from recserve.search.filters import RequestFilters
 from recserve.search.strategy import Heads
 from recserve.search.trie_paths import ScoredPaths
 from tests.support.grids import covering
-from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.recommenders import CATALOGUES, FORMS, draw_prefix, make
 
 SMALL = EngineConfig(kv_bytes=2**24)
 
@@ -129,7 +129,7 @@ def test_fewer_items_are_the_first_of_more(codes, form, strategy, tied):
         excluded = rng.integers(0, len(codes), len(codes) // 5) if seed % 2 else None
         weight = 1.5 * (seed % 3 == 0) if form[0] == "items" else 0.0
         request = SlateQuery(
-            prefix=draw_root(model, 3 + seed, seed),
+            prefix=draw_prefix(model, 3 + seed, seed),
             trie=trie,
             k=k,
             beam_width=width,
@@ -152,7 +152,7 @@ def test_the_bound_saves_nodes_and_rounds():
     model, trie = make(torch.tensor(rows), "items", "children")
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
-        SlateQuery(prefix=draw_root(model, 5, seed), trie=trie, k=3, beam_width=40)
+        SlateQuery(prefix=draw_prefix(model, 5, seed), trie=trie, k=3, beam_width=40)
         for seed in range(8)
     ]
     few = engine.run_many(requests)
@@ -167,7 +167,7 @@ def test_the_bound_saves_nodes_and_rounds():
 def test_where_nothing_may_be_left_out():
     """As many items as beams, or caps, which let items of lower scores in."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    request = SlateQuery(prefix=draw_root(model, 3, 0), trie=trie, k=4, beam_width=9)
+    request = SlateQuery(prefix=draw_prefix(model, 3, 0), trie=trie, k=4, beam_width=9)
     cap = Cap(PrefixGroups(trie, 0), 1)
     free = [replace(request, k=9), replace(request, k=12), replace(request, caps=(cap,))]
     assert threshold_ranks(free) is None
@@ -184,7 +184,8 @@ def test_what_forks_below_the_last_levels_is_scored_in_the_same_round():
     model, trie = make(codes, "items", "children")
     assert trie.closing_level == 2
     requests = [
-        SlateQuery(prefix=draw_root(model, 5, i), trie=trie, k=12, beam_width=12) for i in range(6)
+        SlateQuery(prefix=draw_prefix(model, 5, i), trie=trie, k=12, beam_width=12)
+        for i in range(6)
     ]
     engine = build_engine(EngineModels(model), SMALL)
     together = engine.run_many(requests)

@@ -16,7 +16,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.item_heads import load_self_draft, save_self_draft
 from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_nezha_head
-from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.recommenders import CATALOGUES, FORMS, draw_prefix, make
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 CHILDREN = FORMS[1:]
@@ -28,13 +28,13 @@ def make_engine(model, placeholders: bool = True) -> Engine:
 
 
 @torch.inference_mode()
-def plain_nezha(model, head, root, width, excluded=()):
+def plain_nezha(model, head, prefix, width, excluded=()):
     """Items and scores, best first: one causal forward, then a search in Python dictionaries."""
-    x = model.embed(root.inputs.tokens)
+    x = model.embed(prefix.inputs.tokens)
     if head.config.placeholders:
         x = torch.cat([x, head.placeholders])
     hidden = model.decoder(x[None], torch.arange(len(x))[None], DenseAttention())[0]
-    n, levels = len(root.inputs), model.config.num_levels
+    n, levels = len(prefix.inputs), model.config.num_levels
     start = hidden[n - 1]
     contexts = hidden[n:] if head.config.placeholders else start.expand(levels, -1)
     offsets = model.config.level_offsets
@@ -43,19 +43,19 @@ def plain_nezha(model, head, root, width, excluded=()):
     beams = {(): (0.0, start)}
     for level in range(levels):
         grown = {}
-        for prefix, (score, state) in beams.items():
-            valid = sorted({c[level] for c in codes if c[:level] == prefix})
+        for path, (score, state) in beams.items():
+            valid = sorted({c[level] for c in codes if c[:level] == path})
             tokens = torch.tensor([offsets[level] + code for code in valid])
             log_p = (head.head.weight[tokens] @ (contexts[level] + state)).log_softmax(0)
             for code, token, gain in zip(valid, tokens, log_p.tolist(), strict=True):
-                if any(c[: level + 1] == (*prefix, code) for c in allowed):
+                if any(c[: level + 1] == (*path, code) for c in allowed):
                     deeper = state
                     if level + 1 < levels:
                         deeper = head.cells[level](head.tokens(token), state)
-                    grown[(*prefix, code)] = score + gain, deeper
+                    grown[(*path, code)] = score + gain, deeper
         beams = dict(sorted(grown.items(), key=lambda item: -item[1][0])[:width])
     rows = {code: row for row, code in enumerate(codes)}
-    return [(rows[prefix], score) for prefix, (score, _) in beams.items()]
+    return [(rows[path], score) for path, (score, _) in beams.items()]
 
 
 @pytest.mark.parametrize("placeholders", [True, False], ids=["placeholders", "none"])
@@ -66,12 +66,12 @@ def test_equals_the_formulas_in_a_plain_loop(codes, form, normalization, placeho
     engine = make_engine(model, placeholders)
     head = make_nezha_head(model, placeholders)
     for seed, width in enumerate((1, 3, 10, 512)):
-        root = draw_root(model, 1 + 7 * seed, seed)
+        prefix = draw_prefix(model, 1 + 7 * seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), len(codes) // 5)
         request = SlateQuery(
-            prefix=root, trie=trie, k=width, beam_width=width, strategy="nezha", excluded=excluded
+            prefix=prefix, trie=trie, k=width, beam_width=width, strategy="nezha", excluded=excluded
         )
-        expected = plain_nezha(model, head, root, width, excluded.tolist())
+        expected = plain_nezha(model, head, prefix, width, excluded.tolist())
         for slate in (engine.run(request), engine.run(request)):  # cold, then from the cache
             assert slate.rows.tolist() == [row for row, _ in expected]
             np.testing.assert_allclose(slate.scores, [s for _, s in expected], atol=2e-4)
@@ -83,7 +83,7 @@ def test_same_alone_in_a_batch_and_beside_other_strategies():
     names = ("nezha", "beam", "speculative")
     requests = [
         SlateQuery(
-            prefix=draw_root(model, 1 + 2 * i, i),
+            prefix=draw_prefix(model, 1 + 2 * i, i),
             trie=trie,
             k=2 + i % 5,
             beam_width=3 + i,
@@ -108,7 +108,7 @@ def test_same_alone_in_a_batch_and_beside_other_strategies():
 
 
 def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
-    """Placeholders ride with the root, also when another strategy has cached it; their states are
+    """Placeholders ride with the prefix, also when another strategy has cached it; their states are
     kept with it until it is forgotten.
     """
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
@@ -121,15 +121,15 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
         return forward(given)
 
     runner.forward = counting
-    root = draw_root(model, 9, 0)
-    request = SlateQuery(prefix=root, trie=trie, k=5, beam_width=10, strategy="nezha")
+    prefix = draw_prefix(model, 9, 0)
+    request = SlateQuery(prefix=prefix, trie=trie, k=5, beam_width=10, strategy="nezha")
     first = engine.run(request)
     assert len(pieces) == 1 and first.timing.prefix_computed == 10 and first.timing.nodes == 4
     assert pieces[0][0].tree.kinds.tolist() == [0] * 10 + [AUXILIARY] * 4
     again = engine.run(request)
     assert len(pieces) == 1 and again.timing.nodes == 0
     assert again.rows.tolist() == first.rows.tolist()
-    engine.forget(PrefixKeys(root.keys))
+    engine.forget(PrefixKeys(prefix.keys))
     engine.run(replace(request, strategy="beam"))
     pieces.clear()
     third = engine.run(request)
@@ -140,7 +140,7 @@ def test_one_forward_for_a_new_user_and_none_for_one_who_comes_back():
 def test_beam_is_the_same_bit_for_bit_with_a_head_beside_it():
     for form, normalization in FORMS:
         model, trie = make(CATALOGUES["ordinary"], form, normalization)
-        request = SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20)
+        request = SlateQuery(prefix=draw_prefix(model, 9, 0), trie=trie, k=10, beam_width=20)
         before = build_engine(EngineModels(model), SMALL).run(request)
         after = make_engine(model).run(request)
         assert before.rows.tolist() == after.rows.tolist()
@@ -158,7 +158,7 @@ def test_only_allowed_items_and_all_of_them_where_few_are_left(form, normalizati
         allowed[kept] = True
         slate = engine.run(
             SlateQuery(
-                prefix=draw_root(model, 4, 0),
+                prefix=draw_prefix(model, 4, 0),
                 trie=trie,
                 k=10,
                 beam_width=10,
@@ -175,7 +175,7 @@ def test_more_wanted_than_there_are():
     model, trie = make(codes, "items", "children")
     slate = make_engine(model).run(
         SlateQuery(
-            prefix=draw_root(model, 4, 0), trie=trie, k=900, beam_width=512, strategy="nezha"
+            prefix=draw_prefix(model, 4, 0), trie=trie, k=900, beam_width=512, strategy="nezha"
         )
     )
     assert sorted(slate.rows.tolist()) == list(range(len(codes)))
@@ -192,11 +192,11 @@ def test_the_dense_head_has_its_say(width):
     engine, head, weight = make_engine(model), make_nezha_head(model), 1.5
     requests, expected = [], []
     for seed in range(3):
-        root = draw_root(model, 6 + seed, seed)
+        prefix = draw_prefix(model, 6 + seed, seed)
         excluded = np.random.default_rng(seed).integers(0, len(codes), 20)
         requests.append(
             SlateQuery(
-                prefix=root,
+                prefix=prefix,
                 trie=trie,
                 k=width,
                 beam_width=width,
@@ -206,12 +206,12 @@ def test_the_dense_head_has_its_say(width):
             )
         )
         with torch.inference_mode():
-            tokens = root.inputs.tokens[None]
+            tokens = prefix.inputs.tokens[None]
             hidden = model(tokens, torch.arange(tokens.shape[1])[None], DenseAttention())[:, -1]
             dense = model.dense_scores(hidden)[0].numpy().copy()
-        beams = [row for row, _ in plain_nezha(model, head, root, width, excluded.tolist())]
+        beams = [row for row, _ in plain_nezha(model, head, prefix, width, excluded.tolist())]
         scores = np.empty(len(codes))
-        for row, score in plain_nezha(model, head, root, len(codes)):
+        for row, score in plain_nezha(model, head, prefix, len(codes)):
             scores[row] = score + weight * dense[row]
         dense[excluded] = -np.inf
         dense_candidates = np.argsort(-dense, kind="stable")[:width].tolist()
@@ -229,7 +229,7 @@ def test_a_saved_head_answers_the_same(tmp_path):
     loaded = load_self_draft(tmp_path, model)
     assert loaded.config == head.config
     request = SlateQuery(
-        prefix=draw_root(model, 9, 0), trie=trie, k=10, beam_width=20, strategy="nezha"
+        prefix=draw_prefix(model, 9, 0), trie=trie, k=10, beam_width=20, strategy="nezha"
     )
     slates = [
         build_engine(EngineModels(model, heads=Heads(nezha=h)), SMALL).run(request)

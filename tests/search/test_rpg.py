@@ -28,7 +28,7 @@ from recserve.service import Service
 from recserve.training.options import TrainOptions
 from recserve.training.recommender.recommender import CODES, PARALLEL, recipe_for, train_recommender
 from recserve.training.schedule import Schedule
-from tests.support.recommenders import root_of
+from tests.support.recommenders import prefix_of
 
 FORMS = {
     "items-cosine": ("items", 0.1, False),
@@ -62,9 +62,9 @@ def make(form, items=80, sizes=(6, 5, 9)):
 
 
 @torch.no_grad()
-def plain_scores(model, root):
+def plain_scores(model, prefix):
     """[I] mean over levels of a softmax over the level, item by item."""
-    tokens = root.inputs.tokens[None]
+    tokens = prefix.inputs.tokens[None]
     hidden = model(tokens, torch.arange(tokens.shape[1]), DenseAttention())[0, -1:]
     codes = model.item_tokens - torch.tensor(model.config.level_offsets)
     scores = []
@@ -79,9 +79,11 @@ def test_exhaustive_mode_equals_a_plain_loop(form):
     model, trie, _ = make(form)
     engine = build_engine(EngineModels(model), SMALL)
     for history in ([], [3], list(range(20))):
-        root = root_of(model, history)
-        expected = plain_scores(model, root)
-        slate = engine.run(SlateQuery(prefix=root, trie=trie, k=200, beam_width=10, strategy="rpg"))
+        prefix = prefix_of(model, history)
+        expected = plain_scores(model, prefix)
+        slate = engine.run(
+            SlateQuery(prefix=prefix, trie=trie, k=200, beam_width=10, strategy="rpg")
+        )
         np.testing.assert_allclose(slate.scores, -np.sort(-expected), atol=1e-5)
         np.testing.assert_allclose(expected[slate.rows], slate.scores, atol=1e-5)
         assert sorted(slate.rows.tolist()) == list(range(trie.num_items))
@@ -98,11 +100,11 @@ def test_only_usable_items_and_k_of_them_whenever_k_exist(form):
     for n, share in enumerate([None, 0.9, 0.5, 0.05]):
         allowed = share and AllowedItems.of(rng.random(trie.num_items) < share)
         excluded = rng.integers(0, trie.num_items, 30)
-        root = root_of(model, [n, n + 1])
+        prefix = prefix_of(model, [n, n + 1])
         for used in (None, graph):
             requests.append(
                 SlateQuery(
-                    prefix=root,
+                    prefix=prefix,
                     trie=trie,
                     k=60,
                     beam_width=60,
@@ -137,7 +139,7 @@ def test_a_graph_with_every_edge_answers_as_exhaustive_mode():
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
         SlateQuery(
-            prefix=root_of(model, h),
+            prefix=prefix_of(model, h),
             trie=trie,
             k=10,
             beam_width=width,
@@ -172,7 +174,7 @@ def test_a_graph_of_too_few_items_is_not_walked(unknown, walks, monkeypatch):
     slates = engine.run_many(
         [
             SlateQuery(
-                prefix=root_of(model, [1, 2]),
+                prefix=prefix_of(model, [1, 2]),
                 trie=trie,
                 k=10,
                 beam_width=10,
@@ -193,7 +195,7 @@ def test_a_catalogue_of_one_item():
     engine = build_engine(EngineModels(model), SMALL)
     for used in (None, graph):
         request = SlateQuery(
-            prefix=root_of(model, [0]), trie=trie, k=3, beam_width=3, strategy="rpg", graph=used
+            prefix=prefix_of(model, [0]), trie=trie, k=3, beam_width=3, strategy="rpg", graph=used
         )
         assert engine.run(request).rows.tolist() == [0]
         nothing = replace(request, excluded=np.array([0]))
@@ -205,7 +207,7 @@ def test_it_shares_a_batch_with_beam_search():
     engine = build_engine(EngineModels(model), SMALL)
     requests = [
         SlateQuery(
-            prefix=root_of(model, [n, 2 * n]),
+            prefix=prefix_of(model, [n, 2 * n]),
             trie=trie,
             k=5,
             beam_width=10,
@@ -225,11 +227,11 @@ def test_a_model_of_level_heads_alone_offers_what_it_learned():
     model, trie, _ = make("items-cosine")
     engine = build_engine(EngineModels(model), SMALL)
     assert engine.selectable == ("rpg",)
-    root = root_of(model, [4, 9])
+    prefix = prefix_of(model, [4, 9])
     with pytest.raises(ValueError, match=r"strategy is 'beam'; choose one of \('rpg',\)"):
-        engine.run(SlateQuery(prefix=root, trie=trie, k=5, beam_width=5))
+        engine.run(SlateQuery(prefix=prefix, trie=trie, k=5, beam_width=5))
     rows = np.array([7, 0, 7, 79])
-    requests = [LikelihoodQuery(root_of(model, h), trie, rows) for h in ([4, 9], [1])]
+    requests = [LikelihoodQuery(prefix_of(model, h), trie, rows) for h in ([4, 9], [1])]
     for request, scores in zip(requests, engine.run_many(requests), strict=True):
         expected = plain_scores(model, request.prefix)[rows]
         np.testing.assert_allclose(scores.values[:, 0], expected, atol=1e-5)

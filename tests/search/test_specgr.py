@@ -16,7 +16,7 @@ from recserve.search.strategy import Heads
 from tests.support.dense_worlds import ORDINARY, World
 from tests.support.grids import chosen
 from tests.support.listed_groups import ListedGroups
-from tests.support.recommenders import draw_root
+from tests.support.recommenders import draw_prefix
 from tests.support.slates import plain_first_k
 
 ITEMS = len(ORDINARY)
@@ -29,9 +29,9 @@ def world(request):
 
 
 def ask(world, seed, k=10, width=12, strategy="specgr", **fields):
-    root = draw_root(world.model, 1 + seed % 9, seed)
+    prefix = draw_prefix(world.model, 1 + seed % 9, seed)
     return SlateQuery(
-        prefix=root,
+        prefix=prefix,
         trie=world.trie,
         k=k,
         beam_width=width,
@@ -185,10 +185,10 @@ def test_every_valid_item_comes_where_k_is_larger(world):
 
 def test_no_index_fails_alone(world):
     bare = SlateQuery(
-        prefix=draw_root(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="specgr"
+        prefix=draw_prefix(world.model, 3, 1), trie=world.trie, k=5, beam_width=5, strategy="specgr"
     )
     right = ask(world, 2, 5)
-    for request in (bare, right):  # neither root is cached, so that they start together
+    for request in (bare, right):  # neither prefix is cached, so that they start together
         world.engine.forget(PrefixKeys(request.prefix.keys))
     futures = [world.engine.submit(r) for r in (right, bare)]
     while world.engine.step():

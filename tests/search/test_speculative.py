@@ -20,13 +20,13 @@ from recserve.search.strategy import Heads
 from recserve.training.item_drafters.calibration import calibrate
 from tests.support.draft_heads import NOTHING, make_head
 from tests.support.grids import covering
-from tests.support.recommenders import CATALOGUES, FORMS, draw_root, make
+from tests.support.recommenders import CATALOGUES, FORMS, draw_prefix, make
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 
 
 def cached(engine, request):
-    """Returns what is cached with a request's root."""
+    """Returns what is cached with a request's prefix."""
     return engine.schedulers["recommender"].kv.prefixes.match(PrefixKeys(request.prefix.keys))[2]
 
 
@@ -45,7 +45,7 @@ def test_same_ids_order_and_scores_as_beam(codes, form, kind):
     rng = np.random.default_rng(0)
     requests = [
         SlateQuery(
-            prefix=draw_root(model, 1 + 2 * i, i),
+            prefix=draw_prefix(model, 1 + 2 * i, i),
             trie=trie,
             k=1 + i,
             beam_width=width,
@@ -70,7 +70,7 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
         head.calibration = Calibration({(10, 10): (NOTHING, DraftPlan(4.0, 90.0, 0.0, 1.0))})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     requests = [
-        SlateQuery(prefix=draw_root(model, 9, i), trie=trie, k=5, beam_width=5 + i)
+        SlateQuery(prefix=draw_prefix(model, 9, i), trie=trie, k=5, beam_width=5 + i)
         for i in range(4)
     ]
     plain = engine.run_many(requests)
@@ -84,7 +84,7 @@ def test_the_plan_follows_the_calibration_and_the_slate_does_not(drafts):
 
 def test_a_plan_is_chosen_by_its_nodes_and_rounds():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
-    request = SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=10, beam_width=50)
+    request = SlateQuery(prefix=draw_prefix(model, 9, 0), trie=trie, k=10, beam_width=50)
     head = make_head(model, "from-target")
     policy = PlanPolicy("speculative", head)
 
@@ -110,7 +110,7 @@ def test_a_cached_draft_is_used_where_the_plan_is_beam_search(drafts):
     head.calibration = Calibration({(10, 10): (NOTHING,)})
     engine = build_engine(EngineModels(model, heads=Heads(head)), SMALL)
     request = SlateQuery(
-        prefix=draw_root(model, 9, 0), trie=trie, k=5, beam_width=10, strategy="speculative"
+        prefix=draw_prefix(model, 9, 0), trie=trie, k=5, beam_width=10, strategy="speculative"
     )
     first, second = engine.run(request), engine.run(request)
     assert not first.timing.drafted and second.timing.drafted and not drafts
@@ -145,18 +145,18 @@ def test_a_wide_draft_needs_one_round():
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "drawn"))), SMALL)
     engine._strategies["speculative"].policy.only = DraftPlan(50.0, 0.0, 0.0, 1.0)
-    root = draw_root(model, 9, 0)
+    prefix = draw_prefix(model, 9, 0)
     drafted = engine.run(
-        SlateQuery(prefix=root, trie=trie, k=10, beam_width=60, strategy="speculative")
+        SlateQuery(prefix=prefix, trie=trie, k=10, beam_width=60, strategy="speculative")
     )
-    plain = engine.run(SlateQuery(prefix=root, trie=trie, k=10, beam_width=60))
+    plain = engine.run(SlateQuery(prefix=prefix, trie=trie, k=10, beam_width=60))
     assert plain.rounds > 1 and drafted.rounds == 1
     assert drafted.rows.tolist() == plain.rows.tolist()
 
 
 @pytest.fixture
 def drafts(monkeypatch):
-    """Whom the head drafted for: roots, one list for each time."""
+    """Whom the head drafted for: prefixes, one list for each time."""
     asked = []
     likely = speculative.draft_paths
 
@@ -179,7 +179,7 @@ def test_what_proved_an_answer_proves_it_again(drafts, margin, kind):
     strategy.policy.only = DraftPlan(margin, 0.0, 0.0, 1.0)
     requests = [
         SlateQuery(
-            prefix=draw_root(model, 9, i), trie=trie, k=5, beam_width=10, strategy="speculative"
+            prefix=draw_prefix(model, 9, i), trie=trie, k=5, beam_width=10, strategy="speculative"
         )
         for i in range(3)
     ]
@@ -217,7 +217,7 @@ def test_kept_drafts_and_new_ones_share_a_forward(way, kind, trims):
     allowed[::2] = False
     requests = [
         SlateQuery(
-            prefix=draw_root(model, 9, i),
+            prefix=draw_prefix(model, 9, i),
             trie=trie,
             k=3 + i,
             beam_width=8 + i,
@@ -244,12 +244,12 @@ def test_kept_drafts_and_new_ones_share_a_forward(way, kind, trims):
 
 
 def test_a_kept_draft_is_not_used_for_another_question(drafts):
-    """Another k, width, exclusion, filter or catalogue version, or a root that was forgotten."""
+    """Another k, width, exclusion, filter or catalogue version, or a prefix that was forgotten."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
-    root = draw_root(model, 9, 0)
+    prefix = draw_prefix(model, 9, 0)
     asked = SlateQuery(
-        prefix=root, trie=trie, k=5, beam_width=10, strategy="speculative", excluded=np.array([3])
+        prefix=prefix, trie=trie, k=5, beam_width=10, strategy="speculative", excluded=np.array([3])
     )
     engine.run(asked)
     allowed = np.ones(trie.num_rows, dtype=bool)
@@ -270,7 +270,7 @@ def test_a_kept_draft_is_not_used_for_another_question(drafts):
         if other.allowed is None:
             engine.run(replace(other))
             assert len(drafts) == count
-    engine.forget(PrefixKeys(root.keys))
+    engine.forget(PrefixKeys(prefix.keys))
     engine.run(others[-1])
     assert len(drafts) == len(others) + 2
 
@@ -301,18 +301,22 @@ def test_without_a_head_the_strategy_is_refused():
     with pytest.raises(ValueError, match="choose one of"):
         engine.submit(
             SlateQuery(
-                prefix=draw_root(model, 3, 0), trie=trie, k=3, beam_width=3, strategy="speculative"
+                prefix=draw_prefix(model, 3, 0),
+                trie=trie,
+                k=3,
+                beam_width=3,
+                strategy="speculative",
             )
         )
 
 
-def test_a_cached_root_holds_its_last_state_and_the_nodes_of_its_draft_alone():
+def test_a_cached_prefix_holds_its_last_state_and_the_nodes_of_its_draft_alone():
     """Requests that share a step do not keep the step's tensors alive."""
     model, trie = make(CATALOGUES["ordinary"], "items", "children")
     engine = build_engine(EngineModels(model, heads=Heads(make_head(model, "from-target"))), SMALL)
     asked = [
         SlateQuery(
-            prefix=draw_root(model, n, n), trie=trie, k=5, beam_width=9, strategy="speculative"
+            prefix=draw_prefix(model, n, n), trie=trie, k=5, beam_width=9, strategy="speculative"
         )
         for n in range(1, 9)
     ]

@@ -327,7 +327,7 @@ def test_changes_survive_a_restart(tmp_path):
         assert scores(slate(service, dense_weight=0.5)) == pytest.approx(scores(found), abs=1e-5)
 
 
-def test_deleting_a_user_forgets_roots_of_earlier_versions(service):
+def test_deleting_a_user_forgets_prefixes_of_earlier_versions(service):
     ids = base_of(service).items.ids
     service.add_events(EventsRequest(events=[EventInput(user_id="me", item_id=i) for i in ids[:3]]))
     ask = RecommendRequest(user=UserRef(id="me"), k=5, explain=True)

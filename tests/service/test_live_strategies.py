@@ -33,9 +33,9 @@ from tests.support.tiny_bundle import shared_bundle
 
 def make_bundle(folder: Path) -> None:
     """Makes a bundle with a retriever, and level heads that were never trained."""
-    root = folder / "bundle"
-    shutil.copytree(shared_bundle(), root)
-    bundle = Bundle.open(root)
+    prefix = folder / "bundle"
+    shutil.copytree(shared_bundle(), prefix)
+    bundle = Bundle.open(prefix)
     folder = bundle.directory("recommender")
     catalog = bundle.catalog()
     model = load_recommender(
@@ -47,7 +47,7 @@ def make_bundle(folder: Path) -> None:
     changed.load_state_dict(model.state_dict(), strict=False)
     save_recommender(changed, folder)
     bundle.commit("recommender", {})
-    bundle = Bundle.open(root)
+    bundle = Bundle.open(prefix)
     recipe = RetrieverRecipe(drawn=64, in_batch=64, validation_users=5, schedule=Schedule(1, 1e-3))
     train_retriever(bundle, TrainOptions(device="cpu"), recipe, Console(quiet=True))
 

@@ -330,7 +330,7 @@ def test_the_lists_need_no_recommender(tmp_path, ranker):
 
 @pytest.mark.parametrize("model", ["recommender", "ranker"])
 def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, model):
-    """The next answer finds its whole root cached, and is the answer of a service that was cold."""
+    """The next answer finds its whole prefix cached, and is that of a service that was cold."""
     body = EventsRequest(events=[EventInput(user_id="me", item_id=i) for i in ids[:9]], warm=True)
     answer = service.add_events(body)
     assert (answer.accepted, answer.warmed) == (9, 2)
@@ -365,7 +365,7 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
     assert warm == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_full_queue_leaves_roots_cold(service, ids, monkeypatch):
+def test_a_full_queue_leaves_prefixes_cold(service, ids, monkeypatch):
     def full(_):
         raise QueueFull("full", 0.1)
 

@@ -31,24 +31,24 @@ def draw_tree(kind: str, n: int, generator: torch.Generator):
     return from_parents(tokens, torch.tensor(parents))
 
 
-def draw_batch(kinds, roots, heads, kv_heads, dim, *, cached=0.0, limits=False, seed=0):
+def draw_batch(kinds, prefixes, heads, kv_heads, dim, *, cached=0.0, limits=False, seed=0):
     """Returns a random batch: queries, keys, values and trees over prefixes of these lengths."""
     g = torch.Generator().manual_seed(seed)
     trees = [draw_tree(kind, n, g) for kind, n in kinds]
     tree = merge(trees) if len(trees) > 1 else trees[0]
-    total = tree.num_nodes + sum(roots)
+    total = tree.num_nodes + sum(prefixes)
     slots = torch.randperm(total + 7, generator=g)[:total]
-    prefix_slots = torch.split(slots[: sum(roots)], list(roots))
+    prefix_slots = torch.split(slots[: sum(prefixes)], list(prefixes))
     queries = None
     if cached:
         keep = torch.rand(tree.num_nodes, generator=g) >= cached
         keep[-1] = True
         queries = keep.nonzero().flatten()
     if limits:
-        per_node = torch.tensor(roots)[tree.tree_ids()]
+        per_node = torch.tensor(prefixes)[tree.tree_ids()]
         drawn = (torch.rand(tree.num_nodes, generator=g) * (per_node + 1)).long()
         tree = replace(tree, prefix_limits=drawn)
-    batch = TreeBatch(tree, queries, slots[sum(roots) :], Prefixes.of(prefix_slots))
+    batch = TreeBatch(tree, queries, slots[sum(prefixes) :], Prefixes.of(prefix_slots))
     keys = torch.randn(total + 7, kv_heads, dim, generator=g)
     values = torch.randn(total + 7, kv_heads, dim, generator=g)
     query = torch.randn(batch.num_queries, heads, dim, generator=g)
@@ -85,8 +85,8 @@ def placed(batch, keys, values, layout):
     """Returns the batch with its keys in a pool whose other slots hold large numbers."""
     starts, stop = [], 3
     offsets = batch.tree.offsets.tolist()
-    for b, root in enumerate(batch.prefixes):
-        n, r = offsets[b + 1] - offsets[b], root.shape[0]
+    for b, prefix in enumerate(batch.prefixes):
+        n, r = offsets[b + 1] - offsets[b], prefix.shape[0]
         order = {
             "beside": [range(stop, stop + r), range(stop + r + 5, stop + r + 5 + n)],
             "before": [range(stop + n, stop + n + r), range(stop, stop + n)],
@@ -101,7 +101,7 @@ def placed(batch, keys, values, layout):
         batch.tree,
         batch.queries,
         torch.cat([tree for _, tree in starts]),
-        Prefixes.of([root for root, _ in starts]),
+        Prefixes.of([prefix for prefix, _ in starts]),
     )
     old = torch.cat([*batch.prefixes, batch.slots])
     new = torch.cat([*moved.prefixes, moved.slots])
@@ -111,7 +111,7 @@ def placed(batch, keys, values, layout):
     return moved, *pools
 
 
-def split_short_roots(monkeypatch, keys, most=64):
+def split_short_prefixes(monkeypatch, keys, most=64):
     """Makes attention split prefixes into parts of `most` keys and blocks of 16."""
     for name, value in (("SPLIT_KEYS", keys), ("MAX_SPLITS", most), ("BLOCK_KEYS", 16)):
         monkeypatch.setattr(triton_launch, name, value)

@@ -8,7 +8,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.features.vectors.vector_index import FaissIndex
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig, item_vectors
 from recserve.search.strategy import Heads
-from tests.support.recommenders import draw_root, make
+from tests.support.recommenders import draw_prefix, make
 
 ORDINARY = torch.unique(torch.randint(0, 6, (150, 4), generator=torch.manual_seed(1)), dim=0)
 
@@ -39,9 +39,9 @@ class World:
 
     def request(self, seed, k=10, **fields):
         """Returns a `dense` request with a random history."""
-        root = draw_root(self.model, 1 + seed % 9, seed)
+        prefix = draw_prefix(self.model, 1 + seed % 9, seed)
         return SlateQuery(
-            prefix=root,
+            prefix=prefix,
             trie=self.trie,
             k=k,
             beam_width=k,

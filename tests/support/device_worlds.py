@@ -119,7 +119,7 @@ class Recommending:
     device: str
     heads: Heads
 
-    def root(self, events: int) -> Prefix:
+    def prefix(self, events: int) -> Prefix:
         """Returns a random history of `events` items."""
         g = torch.Generator().manual_seed(events)
         rows = torch.randint(0, len(ITEMS) - NEW, (events,), generator=g)
@@ -132,20 +132,20 @@ class Recommending:
 
     def ask(self, strategy: Any, how: str = "plain", events: Iterable[int] = (3, 9)) -> list[Any]:
         """Returns requests of one kind: plain, filters, diversity, weighed or live."""
-        roots = [self.root(n) for n in events]
+        prefixes = [self.prefix(n) for n in events]
         if strategy == "warm":
-            return [PrewarmQuery(root, "recommender") for root in roots]
+            return [PrewarmQuery(prefix, "recommender") for prefix in prefixes]
         trie: Trie = self.live if how == "live" else self.trie
         if strategy == "likelihood":
             rows = np.arange(7) * 5
-            return [LikelihoodQuery(root, trie, rows[b:]) for b, root in enumerate(roots)]
+            return [LikelihoodQuery(prefix, trie, rows[b:]) for b, prefix in enumerate(prefixes)]
         requests = [
             SlateQuery(
-                prefix=root, trie=trie, k=5, beam_width=8, strategy=strategy,
+                prefix=prefix, trie=trie, k=5, beam_width=8, strategy=strategy,
                 index=self.index if strategy == "dense" else None,
                 graph=self.graph if strategy == "rpg" and how != "filters" else None,
             )
-            for root in roots
+            for prefix in prefixes
         ]  # fmt: skip
         if how == "filters":
             allowed = AllowedItems.of(np.arange(len(ITEMS)) % 3 > 0)
@@ -223,16 +223,16 @@ class Ranking:
         )
 
     def ask(self) -> list[Any]:
-        roots = []
+        prefixes = []
         for n in (12, 7):
             inputs = self.inputs(n, n, 1)
             groups = torch.tensor([0] + [1] * (n - 3) + [2, 2]).to(self.device)
             keys = np.random.default_rng(n).integers(0, 2**62, n)
-            roots.append(Prefix(replace(inputs, groups=groups), keys, shared=n - 2))
+            prefixes.append(Prefix(replace(inputs, groups=groups), keys, shared=n - 2))
         limits = np.array([10, 11, 12, 12])
         return [
-            RankQuery(roots[0], self.inputs(4, 1, 3), limits),
-            RankQuery(roots[1], self.inputs(6, 2, 3)),
+            RankQuery(prefixes[0], self.inputs(4, 1, 3), limits),
+            RankQuery(prefixes[1], self.inputs(6, 2, 3)),
         ]
 
 
@@ -301,8 +301,8 @@ def texts(
 def text_scores(device: str) -> TextScoreQuery:
     """Returns a request that scores three texts."""
     keys = np.array([3, 1, 4, 1, 5], np.int64)
-    root = Prefix(NodeInputs(torch.from_numpy(keys).to(device)), keys)
-    return TextScoreQuery(root, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
+    prefix = Prefix(NodeInputs(torch.from_numpy(keys).to(device)), keys)
+    return TextScoreQuery(prefix, np.array([1, 2, 3, 9, 8]), np.array([0, 2, 3, 5]), (4, 7))
 
 
 def assert_same(got: list[Any], expected: list[Any]) -> None:

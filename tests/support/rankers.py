@@ -1,4 +1,4 @@
-"""A small random ranker, with roots and candidates for it."""
+"""A small random ranker, with prefixes and candidates for it."""
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ def draw_rows(n: int, group: int, seed: int) -> NodeInputs:
     )
 
 
-def ranking_root(profile: int, long: int, recent: int, seed: int) -> Prefix:
-    """Returns a random root with these numbers of rows."""
+def ranking_prefix(profile: int, long: int, recent: int, seed: int) -> Prefix:
+    """Returns a random prefix with these numbers of rows."""
     parts = [draw_rows(n, group, seed + group) for group, n in enumerate((profile, long, recent))]
     inputs = NodeInputs.cat([p for p in parts if len(p)])
     keys = np.random.default_rng(seed).integers(0, 2**62, len(inputs))

@@ -39,7 +39,7 @@ def make(codes: torch.Tensor, form: str, normalization: str) -> tuple[Recommende
     return model.eval(), build_trie(codes, sizes)
 
 
-def root_of(model: Recommender, history: Sequence[int]) -> Prefix:
+def prefix_of(model: Recommender, history: Sequence[int]) -> Prefix:
     """Returns BOS and the items of these rows, in the model's input form."""
     rows = torch.tensor(history, dtype=torch.long)
     if model.config.input == "items":
@@ -50,8 +50,8 @@ def root_of(model: Recommender, history: Sequence[int]) -> Prefix:
     return Prefix(NodeInputs(tokens), tokens.numpy())
 
 
-def draw_root(model: Recommender, events: int, seed: int) -> Prefix:
+def draw_prefix(model: Recommender, events: int, seed: int) -> Prefix:
     """Returns a random history of `events` items."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, model.num_bound_items, (events,), generator=g)
-    return root_of(model, rows.tolist())
+    return prefix_of(model, rows.tolist())

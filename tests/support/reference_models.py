@@ -7,7 +7,7 @@ from recserve.core.request import Prefix
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.recommender import Recommender
-from tests.support.recommenders import root_of
+from tests.support.recommenders import prefix_of
 
 
 def drawn(module: torch.nn.Module, seed: int) -> None:
@@ -36,4 +36,4 @@ def recommender(seed: int, normalization: str):
 def history(model: Recommender, events: int, seed: int) -> Prefix:
     """Returns a random history of `events` items."""
     rows = np.random.default_rng(seed).integers(0, model.num_bound_items, events)
-    return root_of(model, rows.tolist())
+    return prefix_of(model, rows.tolist())

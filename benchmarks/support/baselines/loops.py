@@ -77,8 +77,8 @@ def bare_tree(model: Recommender, prompts: Tensor, search: BeamSearch) -> Slates
         seen = seen.gather(1, beams.parents[..., None].expand(-1, -1, seen.shape[2]))
         itself = torch.eye(width, dtype=torch.bool).expand(batch, -1, -1)
         seen = torch.cat([seen, itself], dim=2)
-        root = torch.ones(batch, width, n, dtype=torch.bool)
-        attend.mask = torch.cat([root, seen], dim=2)[:, None]
+        prefix = torch.ones(batch, width, n, dtype=torch.bool)
+        attend.mask = torch.cat([prefix, seen], dim=2)[:, None]
         positions = torch.full((batch, width), n + level - 1)
         hidden = model(beams.tokens, positions, attend)
         beams = search.next(beams, model.full_logits(hidden.flatten(0, 1)), level)

@@ -60,21 +60,21 @@ class Items:
 
 
 @torch.inference_mode()
-def pointwise(model: Network, root: Tensor, items: Items) -> Tensor:
-    """Scores one sequence per candidate, prefix included, CHUNK at a time. root [n] -> [M]."""
+def pointwise(model: Network, prefix: Tensor, items: Items) -> Tensor:
+    """Scores one sequence per candidate, prefix included, CHUNK at a time. prefix [n] -> [M]."""
     levels, out = items.tokens.shape[1], []
     for start in range(0, len(items), CHUNK):
         part = items.select(slice(start, start + CHUNK))
-        rows = torch.cat([root.expand(len(part), -1), part.tokens[:, :-1]], dim=1)
+        rows = torch.cat([prefix.expand(len(part), -1), part.tokens[:, :-1]], dim=1)
         out.append(part.scores(model(rows, use_cache=False, logits_to_keep=levels).logits))
     return torch.cat(out)
 
 
 @torch.inference_mode()
-def pointwise_cached(model: Network, root: Tensor, items: Items) -> Tensor:
+def pointwise_cached(model: Network, prefix: Tensor, items: Items) -> Tensor:
     """Computes the prefix once and copies its cache to each candidate, CHUNK at a time."""
     first: Any = DynamicCache(config=model.config)
-    last = model(root[None], past_key_values=first, use_cache=True, logits_to_keep=1).logits
+    last = model(prefix[None], past_key_values=first, use_cache=True, logits_to_keep=1).logits
     out = []
     for start in range(0, len(items), CHUNK):
         part = items.select(slice(start, start + CHUNK))
@@ -87,14 +87,14 @@ def pointwise_cached(model: Network, root: Tensor, items: Items) -> Tensor:
 
 
 @torch.inference_mode()
-def dense_mask(model: Recommender, root: Tensor, items: Items) -> Tensor:
+def dense_mask(model: Recommender, prefix: Tensor, items: Items) -> Tensor:
     """Scores the prefix and all candidates' codes in one pass under one [T, T] mask."""
-    n, (count, levels) = root.shape[0], items.tokens.shape
+    n, (count, levels) = prefix.shape[0], items.tokens.shape
     depth = levels - 1
     branches = torch.arange(count * depth) // depth
     mask = torch.ones(n + count * depth, n + count * depth, dtype=torch.bool).tril_()
     mask[n:, n:] &= branches[:, None] == branches[None, :]
-    tokens = torch.cat([root, items.tokens[:, :-1].flatten()])[None]
+    tokens = torch.cat([prefix, items.tokens[:, :-1].flatten()])[None]
     positions = torch.cat([torch.arange(n), n + torch.arange(depth).repeat(count)])[None]
     hidden = model(tokens, positions, DenseAttention(mask))[0]
     deeper = model.full_logits(hidden[n:]).view(count, depth, -1)
@@ -102,21 +102,21 @@ def dense_mask(model: Recommender, root: Tensor, items: Items) -> Tensor:
     return items.scores(torch.cat([first, deeper], dim=1))
 
 
-def ranker_mask(shared: int, root: int, candidates: int) -> Tensor:
-    """Returns MTGR's mask over a root and isolated candidates: [n + M, n + M] bool."""
-    size = root + candidates
+def ranker_mask(shared: int, prefix: int, candidates: int) -> Tensor:
+    """Returns MTGR's mask over a prefix and isolated candidates: [n + M, n + M] bool."""
+    size = prefix + candidates
     mask = torch.ones(size, size, dtype=torch.bool).tril_()
     mask[:, :shared] = True
-    mask[root:, root:] = torch.eye(candidates, dtype=torch.bool)
+    mask[prefix:, prefix:] = torch.eye(candidates, dtype=torch.bool)
     return mask
 
 
 @torch.inference_mode()
-def ranker_dense(ranker: Ranker, root: NodeInputs, shared: int, candidates: NodeInputs) -> Tensor:
-    """Runs the root and all candidates in one pass under one mask; returns logits [M, tasks]."""
-    n = len(root)
+def ranker_dense(ranker: Ranker, prefix: NodeInputs, shared: int, candidates: NodeInputs) -> Tensor:
+    """Runs the prefix and all candidates in one pass under one mask; returns logits [M, tasks]."""
+    n = len(prefix)
     mask = ranker_mask(shared, n, len(candidates))
-    inputs = NodeInputs.cat([root, candidates])
+    inputs = NodeInputs.cat([prefix, candidates])
     attend = DenseSiluAttention(mask, ranker.config.normalizer)
     assert inputs.groups is not None
     hidden = ranker(ranker.embed(inputs)[None], inputs.groups[None], attend)[0, n:]
@@ -125,21 +125,21 @@ def ranker_dense(ranker: Ranker, root: NodeInputs, shared: int, candidates: Node
 
 @torch.inference_mode()
 def ranker_pointwise(
-    ranker: Ranker, root: NodeInputs, shared: int, candidates: NodeInputs
+    ranker: Ranker, prefix: NodeInputs, shared: int, candidates: NodeInputs
 ) -> Tensor:
-    """Runs one sequence per candidate, root included; returns logits [M, tasks].
+    """Runs one sequence per candidate, prefix included; returns logits [M, tasks].
 
-    Attention without softmax stores its scores, so batches shrink as roots grow.
+    Attention without softmax stores its scores, so batches shrink as prefixes grow.
     """
-    n, out = len(root), []
+    n, out = len(prefix), []
     chunk = max(1, min(CHUNK, CHUNK * 200 // n))
     attend = DenseSiluAttention(ranker_mask(shared, n, 1), ranker.config.normalizer)
-    embedded = ranker.embed(root)
-    assert root.groups is not None and candidates.groups is not None
+    embedded = ranker.embed(prefix)
+    assert prefix.groups is not None and candidates.groups is not None
     for start in range(0, len(candidates), chunk):
         part = candidates.select(slice(start, start + chunk))
         assert part.groups is not None
         x = torch.cat([embedded.expand(len(part), -1, -1), ranker.embed(part)[:, None]], dim=1)
-        groups = torch.cat([root.groups.expand(len(part), -1), part.groups[:, None]], dim=1)
+        groups = torch.cat([prefix.groups.expand(len(part), -1), part.groups[:, None]], dim=1)
         out.append(ranker.heads(ranker(x, groups, attend)[:, n]))
     return torch.cat(out)

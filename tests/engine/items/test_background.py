@@ -11,7 +11,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20)
 
@@ -23,13 +23,13 @@ def make_engine(config=SMALL):
 
 
 def warm(model, number, length=9):
-    return PrewarmQuery(draw_root(model, length, number), "recommender")
+    return PrewarmQuery(draw_prefix(model, length, number), "recommender")
 
 
 def test_a_live_request_goes_first():
     """Background work stands still while an item request runs, and goes on afterwards."""
     engine, model, trie = make_engine()
-    queries = SlateQuery(prefix=draw_root(model, 9, 5), trie=trie, k=5, beam_width=20)
+    queries = SlateQuery(prefix=draw_prefix(model, 9, 5), trie=trie, k=5, beam_width=20)
     behind = [engine.submit(warm(model, number)) for number in range(3)]
     live = engine.submit(queries)
     while not live.done():
@@ -41,7 +41,7 @@ def test_a_live_request_goes_first():
     assert all(isinstance(future.result(), Prewarmed) for future in behind)
 
 
-def test_a_warmed_root_is_not_computed_again():
+def test_a_warmed_prefix_is_not_computed_again():
     engine, model, trie = make_engine()
     request = warm(model, 0)
     made, again = engine.run(request), engine.run(request)
@@ -71,7 +71,7 @@ def test_the_background_fills_its_own_queue_and_is_dropped_when_too_late():
     with pytest.raises(QueueFull):
         engine.submit(warm(model, 2))
     assert engine.stats().queue_depth == 0 and engine.stats().background == 2
-    live = engine.submit(SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=5, beam_width=9))
+    live = engine.submit(SlateQuery(prefix=draw_prefix(model, 9, 0), trie=trie, k=5, beam_width=9))
     while engine.step():
         pass
     assert live.result().rows.size == 5 and isinstance(behind[1].result(), Prewarmed)
@@ -82,7 +82,7 @@ def test_the_background_fills_its_own_queue_and_is_dropped_when_too_late():
 def test_a_closing_engine_does_not_finish_its_background():
     engine, model, trie = make_engine()
     behind = [engine.submit(warm(model, number)) for number in range(4)]
-    live = engine.submit(SlateQuery(prefix=draw_root(model, 9, 0), trie=trie, k=5, beam_width=9))
+    live = engine.submit(SlateQuery(prefix=draw_prefix(model, 9, 0), trie=trie, k=5, beam_width=9))
     with engine.held():
         engine.start()
         engine._closing = True

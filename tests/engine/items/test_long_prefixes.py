@@ -1,4 +1,4 @@
-"""Roots of every length are computed as by a plain forward, whichever attention takes them."""
+"""Prefixes of every length are computed as by a plain forward, whichever attention takes them."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.recommender import Recommender
 
 
-def cached(engine, root):
-    """Returns what is cached with a whole root."""
-    return engine.schedulers["recommender"].kv.prefixes.match(PrefixKeys(root.keys))[2]
+def cached(engine, prefix):
+    """Returns what is cached with a whole prefix."""
+    return engine.schedulers["recommender"].kv.prefixes.match(PrefixKeys(prefix.keys))[2]
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(2, 2), (4, 2)])
@@ -28,15 +28,15 @@ def test_the_last_state_is_that_of_a_plain_forward(length, heads, kv_heads):
     with torch.no_grad():
         plain = model(tokens[None], torch.arange(length)[None], DenseAttention())[0, -1]
     engine = build_engine(EngineModels(model), EngineConfig(kv_bytes=16 * 2**20))
-    root = Prefix(NodeInputs(tokens), tokens.numpy())
-    engine.run(PrewarmQuery(root, "recommender"))
-    tail = cached(engine, root).last_hidden
+    prefix = Prefix(NodeInputs(tokens), tokens.numpy())
+    engine.run(PrewarmQuery(prefix, "recommender"))
+    tail = cached(engine, prefix).last_hidden
     torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)
-    if length > 1:  # the same behind a root that is cached
+    if length > 1:  # the same behind a prefix that is cached
         longer = torch.cat([tokens, tokens])
         with torch.no_grad():
             plain = model(longer[None], torch.arange(2 * length)[None], DenseAttention())[0, -1]
-        root = Prefix(NodeInputs(longer), longer.numpy())
-        engine.run(PrewarmQuery(root, "recommender"))
-        tail = cached(engine, root).last_hidden
+        prefix = Prefix(NodeInputs(longer), longer.numpy())
+        engine.run(PrewarmQuery(prefix, "recommender"))
+        tail = cached(engine, prefix).last_hidden
         torch.testing.assert_close(tail, plain, rtol=1e-4, atol=1e-4)

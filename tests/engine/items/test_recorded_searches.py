@@ -68,7 +68,7 @@ def assert_no_leak(engine):
     ],
 )
 def test_replays_find_what_is_launched(strategy, variant, worlds):
-    """Together, alone, and again with the root in the prefix cache. What caps leave too short is
+    """Together, alone, and again with the prefix in the prefix cache. What caps leave too short is
     searched again, by a replay too.
     """
     form, launching, made = worlds
@@ -284,7 +284,7 @@ def test_speculation_replays_where_it_drafts_nothing(worlds):
     world, graphs, _ = made["trie"]
     strategy = world.engine._strategies["speculative"]
     queries = launching.ask("speculative")
-    world.engine.forget_all()  # where only one root is cached the two are searched apart
+    world.engine.forget_all()  # where only one prefix is cached the two are searched apart
     for only, replays in ((DraftPlan(0, 0, 0, 0), 1), (DraftPlan(2, 0, 0, 0), 0)):
         before = graphs.counts["replayed"]
         strategy.policy.only = only

@@ -24,7 +24,7 @@ SHAPES = (SearchShape(3, 8, 24, weighed=True), SearchShape(3, 8, 24), SearchShap
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", chosen(("plain", "filters", "weighed"), "weighed"))
 def test_kernels_find_what_the_twins_find(variant, monkeypatch, force_kernels):
-    """Two requests of three places, roots in a table whose rows lie apart."""
+    """Two requests of three places, prefixes in a table whose rows lie apart."""
     launched, levels = [], []
 
     def kernel_attention(batch, *rest):

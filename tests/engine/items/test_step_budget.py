@@ -12,8 +12,8 @@ from recserve.engine.build import ITEM_TOKENS, EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
-from tests.support.rankers import make_ranker, ranking_root
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.rankers import make_ranker, ranking_prefix
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 
 SMALL = EngineConfig(kv_bytes=16 * 2**20, page_size=4)
 STEP = 16
@@ -42,7 +42,7 @@ class Bounded:
 def slates(world: Bounded, strategy: str) -> list[SlateQuery]:
     return [
         SlateQuery(
-            prefix=draw_root(world.model, events, seed),
+            prefix=draw_prefix(world.model, events, seed),
             trie=world.trie,
             k=5,
             beam_width=20,
@@ -69,21 +69,21 @@ def test_scores_of_many_candidates_are_those_of_one_pass():
     for step_tokens in (None, STEP):
         world = Bounded(step_tokens)
         rows = np.arange(world.model.num_bound_items)
-        request = LikelihoodQuery(draw_root(world.model, 9, 0), world.trie, rows)
+        request = LikelihoodQuery(draw_prefix(world.model, 9, 0), world.trie, rows)
         found.append(world.engine.run(request).values)
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
     assert max(world.tokens) == STEP and len(world.tokens) > 5
 
 
-def test_the_tokens_of_a_root_that_see_each_other_stay_together():
+def test_the_tokens_of_a_prefix_that_see_each_other_stay_together():
     found = []
     for step_tokens in (None, STEP):
         world = Bounded(step_tokens, "ranker")
-        root = ranking_root(20, 30, 10, seed=0)
-        candidates = root.inputs.select(slice(0, 40))
-        found.append(world.engine.run(RankQuery(root, candidates)).values)
+        prefix = ranking_prefix(20, 30, 10, seed=0)
+        candidates = prefix.inputs.select(slice(0, 40))
+        found.append(world.engine.run(RankQuery(prefix, candidates)).values)
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
-    assert root.shared > STEP and max(world.tokens) == root.shared
+    assert prefix.shared > STEP and max(world.tokens) == prefix.shared
 
 
 def test_an_unloaded_request_has_the_passes_of_an_engine_without_a_bound():
@@ -97,7 +97,7 @@ def test_an_unloaded_request_has_the_passes_of_an_engine_without_a_bound():
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_late_request_leaves_between_two_parts_of_its_root(cancelled):
+def test_a_late_request_leaves_between_two_parts_of_its_prefix(cancelled):
     world = Bounded(STEP)
     deadline_s = None if cancelled else time.monotonic() + 60
     request = replace(slates(world, "beam")[0], deadline_s=deadline_s)
@@ -116,10 +116,10 @@ def test_a_late_request_leaves_between_two_parts_of_its_root(cancelled):
     assert world.scheduler.kv.allocator.num_free == world.scheduler.kv.allocator.num_pages
 
 
-def test_others_are_served_between_two_parts_of_a_root():
+def test_others_are_served_between_two_parts_of_a_prefix():
     world = Bounded(STEP)
     large, small = slates(world, "beam")[0], slates(world, "beam")[3]
-    world.engine.run(small)  # its root is cached
+    world.engine.run(small)  # its prefix is cached
     first = world.engine.submit(large)
     world.engine.step()
     second = world.engine.submit(small)

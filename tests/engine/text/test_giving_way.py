@@ -318,8 +318,8 @@ def test_a_body_gives_its_pages(kind, model):
         other = engine.submit(text(np.arange(20), 1))
     else:
         empty = np.zeros(0, np.int64)
-        root = Prefix(NodeInputs(torch.from_numpy(empty)), empty)
-        other = engine.submit(PromptQuery(root, np.arange(20), 2))
+        prefix = Prefix(NodeInputs(torch.from_numpy(empty)), empty)
+        other = engine.submit(PromptQuery(prefix, np.arange(20), 2))
     assert steps_until(engine, other.done) <= 2
     assert not any(future.done() for future in futures)
     run_out(engine)

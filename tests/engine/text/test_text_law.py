@@ -138,8 +138,8 @@ def test_text_and_recommendations_share_the_engine():
     """Each answer is what it is alone."""
     items, trie = recommender(0, "children")
     model = drawn_model(2)
-    roots = [history(items, events, events) for events in (2, 5, 9)]
-    slates = [SlateQuery(prefix=root, trie=trie, k=5, beam_width=10) for root in roots]
+    prefixes = [history(items, events, events) for events in (2, 5, 9)]
+    slates = [SlateQuery(prefix=prefix, trie=trie, k=5, beam_width=10) for prefix in prefixes]
     random = np.random.default_rng(0)
     texts = [
         TextQuery(random.integers(0, VOCABULARY, 6), SamplingParams(seed=i, max_tokens=8))

@@ -1,4 +1,4 @@
-"""Ranking features: roots that survive new events, exposure limits, and cross features by hand."""
+"""Ranking features: prefixes that survive events, exposure limits, cross features by hand."""
 
 from __future__ import annotations
 
@@ -108,20 +108,20 @@ def test_new_event_only_appends_until_the_window_slides() -> None:
 
 def test_groups_shared_rows_and_who_sees_whom() -> None:
     tables = make_tables()
-    root = prefix_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
-    groups = root.columns.groups.tolist()
+    prefix = prefix_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
+    groups = prefix.columns.groups.tolist()
     assert groups == [PROFILE] + [LONG] * 6 + [RECENT] * 5
-    assert root.shared == 7
-    assert root.columns.tokens.tolist() == [0, *range(2, 13)]
-    assert visible_rows(root).tolist() == [7] * 7 + [8, 9, 10, 11, 12]
+    assert prefix.shared == 7
+    assert prefix.columns.tokens.tolist() == [0, *range(2, 13)]
+    assert visible_rows(prefix).tolist() == [7] * 7 + [8, 9, 10, 11, 12]
 
 
 def test_user_without_events_has_the_profile_alone() -> None:
     tables = make_tables()
     nothing = EventColumns.of(make_log([[1, 2]]), 0).slice(0, 0)
-    root = prefix_columns(tables, nothing)
-    assert len(root) == root.shared == 1
-    found = candidate_columns(tables, root, np.arange(5), np.full(5, 3 * HOUR))
+    prefix = prefix_columns(tables, nothing)
+    assert len(prefix) == prefix.shared == 1
+    found = candidate_columns(tables, prefix, np.arange(5), np.full(5, 3 * HOUR))
     assert found.prefix_limits.tolist() == [1] * 5
     assert np.isfinite(found.columns.dense).all()
 
@@ -130,11 +130,11 @@ def test_exposure_limits_count_strictly_earlier_events() -> None:
     tables = make_tables()
     events = EventColumns.of(make_log([list(range(13))]), 0)
     events = replace(events, times=np.arange(13) * HOUR)
-    root = prefix_columns(tables, events)
+    prefix = prefix_columns(tables, events)
     shown = np.array([0, 8, 9, 10, 12, 13]) * HOUR
-    found = candidate_columns(tables, root, np.arange(6), shown)
+    found = candidate_columns(tables, prefix, np.arange(6), shown)
     assert found.prefix_limits.tolist() == [7, 7, 8, 9, 11, 12]
-    assert candidate_columns(tables, root, np.arange(6)).prefix_limits.tolist() == [12] * 6
+    assert candidate_columns(tables, prefix, np.arange(6)).prefix_limits.tolist() == [12] * 6
     assert found.columns.times.tolist() == found.prefix_limits.tolist()
     assert set(found.columns.groups.tolist()) == {CANDIDATE}
     waits = column(found.columns.dense, "log_wait", tables)
@@ -145,14 +145,14 @@ def test_exposure_limits_count_strictly_earlier_events() -> None:
 def test_columns_of_a_candidate_are_its_own(moments: bool) -> None:
     """4,096 candidates, in any order or alone: the same columns, up to the order of sums."""
     tables = make_tables()
-    root = prefix_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
+    prefix = prefix_columns(tables, EventColumns.of(make_log([list(range(13))]), 0))
     noise = np.random.default_rng(5)
     rows = noise.integers(0, NUM_ITEMS, 4096)
-    shown = noise.choice(root.events.times, 4096) if moments else None
+    shown = noise.choice(prefix.events.times, 4096) if moments else None
 
     def part(index: np.ndarray) -> np.ndarray:
         times = None if shown is None else shown[index]
-        return candidate_columns(tables, root, rows[index], times).columns.dense
+        return candidate_columns(tables, prefix, rows[index], times).columns.dense
 
     together = part(np.arange(4096))
     order = noise.permutation(4096)
@@ -180,9 +180,9 @@ def test_keys_do_not_collide_on_a_large_log() -> None:
     tables = make_tables(log)
     keys, rows = [], []
     for user in range(log.num_users):
-        root = prefix_columns(tables, EventColumns.of(log, user))
-        c = root.columns
-        keys.append(root.keys)
+        prefix = prefix_columns(tables, EventColumns.of(log, user))
+        c = prefix.columns
+        keys.append(prefix.keys)
         rows += [
             (*r, d.tobytes())
             for *r, d in zip(c.tokens, c.groups, c.types, c.times, c.dense, strict=True)
@@ -330,16 +330,16 @@ def test_side_information_is_standardised_and_overridden_by_the_request() -> Non
     items = make_items(price=prices, brand=["x"] * NUM_ITEMS)
     tables = make_tables(items=items)
     assert tables.settings.side_names == ("price",)
-    root = prefix_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
+    prefix = prefix_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
     rows = np.array([3, 5, 5])
-    plain = column(candidate_columns(tables, root, rows).columns.dense, "price", tables)
+    plain = column(candidate_columns(tables, prefix, rows).columns.dense, "price", tables)
     assert plain[0] == 0 and plain[1] == plain[2] != 0
     given = {"price": np.array([np.nan, np.nan, 39.0])}
-    dense = candidate_columns(tables, root, rows, given=given).columns.dense
+    dense = candidate_columns(tables, prefix, rows, given=given).columns.dense
     assert column(dense, "price", tables)[:2].tolist() == plain[:2].tolist()
     assert column(dense, "price", tables)[2] == pytest.approx(tables.side[39, 0])
     with pytest.raises(ValueError, match=r"\['colour'\]; this ranker has: price"):
-        candidate_columns(tables, root, rows, given={"colour": np.zeros(3)})
+        candidate_columns(tables, prefix, rows, given={"colour": np.zeros(3)})
 
 
 def test_saved_tables_give_the_same_columns_and_take_later_items(tmp_path) -> None:
@@ -347,14 +347,14 @@ def test_saved_tables_give_the_same_columns_and_take_later_items(tmp_path) -> No
     tables = make_tables(items=items)
     tables.save(tmp_path)
     loaded = RankingTables.load(tmp_path, items, vectors())
-    root = prefix_columns(tables, EventColumns.of(make_log([list(range(20))]), 0))
+    prefix = prefix_columns(tables, EventColumns.of(make_log([list(range(20))]), 0))
     again = prefix_columns(loaded, EventColumns.of(make_log([list(range(20))]), 0))
-    assert np.array_equal(root.keys, again.keys)
+    assert np.array_equal(prefix.keys, again.keys)
     rows = np.arange(NUM_ITEMS)
-    expected = candidate_columns(tables, root, rows).columns.dense
-    assert np.array_equal(candidate_columns(loaded, root, rows).columns.dense, expected)
+    expected = candidate_columns(tables, prefix, rows).columns.dense
+    assert np.array_equal(candidate_columns(loaded, prefix, rows).columns.dense, expected)
     more = RankingTables.load(tmp_path, make_items(NUM_ITEMS + 2), vectors(NUM_ITEMS + 2))
-    later = candidate_columns(more, root, np.array([NUM_ITEMS + 1])).columns.dense
+    later = candidate_columns(more, prefix, np.array([NUM_ITEMS + 1])).columns.dense
     assert column(later, "log_count", more) == 0 and column(later, "similarity_all", more) != 0
     with pytest.raises(ValueError, match="has 39 items, the tables were fitted on 40"):
         RankingTables.load(tmp_path, make_items(39), vectors(39))
@@ -365,11 +365,11 @@ def test_saved_tables_give_the_same_columns_and_take_later_items(tmp_path) -> No
 
 def test_wrong_rows_and_lengths_are_refused() -> None:
     tables = make_tables()
-    root = prefix_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
+    prefix = prefix_columns(tables, EventColumns.of(make_log([[1, 2]]), 0))
     with pytest.raises(ValueError, match=r"item rows span 0..40; expected 0..39"):
-        candidate_columns(tables, root, np.array([0, 40]))
+        candidate_columns(tables, prefix, np.array([0, 40]))
     with pytest.raises(ValueError, match="shown_at has 3 entries for 2 candidates"):
-        candidate_columns(tables, root, np.array([0, 1]), np.zeros(3))
+        candidate_columns(tables, prefix, np.array([0, 1]), np.zeros(3))
     with pytest.raises(ValueError, match="block is 9; it must be in 1..8"):
         RankingTables.fit(make_log([[1]]), make_items(), vectors(), recent_items=8, block=9)
 

@@ -44,13 +44,13 @@ def test_on_grid(dtype):
 
 
 @pytest.mark.parametrize("activation", [SOFTMAX, SILU], ids=["softmax", "silu"])
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-prefix", "prefix-limits"])
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES)
-def test_matches_reference(kinds, roots, heads, kv_heads, dim, cached, limits, activation):
+@pytest.mark.parametrize("kinds,prefixes,heads,kv_heads,dim", SHAPES)
+def test_matches_reference(kinds, prefixes, heads, kv_heads, dim, cached, limits, activation):
     if activation is SILU:
         kv_heads = heads
-    drawn = draw_batch(kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits)
+    drawn = draw_batch(kinds, prefixes, heads, kv_heads, dim, cached=cached, limits=limits)
     batch, query, keys, values = drawn
     keys, values = on_grid(keys), on_grid(values)
     wanted = reference.tree_attention(
@@ -70,13 +70,15 @@ def on_path(tree: TokenTree, node: int) -> list[int]:
 @pytest.mark.parametrize("activation", [SOFTMAX, SILU], ids=["softmax", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kinds,root", [(("tree", 30), 45), (("branches", 781), 50), (("chain", 90), 700)]
+    "kinds,prefix", [(("tree", 30), 45), (("branches", 781), 50), (("chain", 90), 700)]
 )
-def test_a_row_is_the_same_alone_in_a_tree_and_after_a_longer_root(kinds, root, dtype, activation):
-    """Each node by itself after root and ancestors, their keys in other places, bit for bit."""
+def test_a_row_is_the_same_alone_in_a_tree_and_after_a_longer_prefix(
+    kinds, prefix, dtype, activation
+):
+    """Each node by itself after prefix and ancestors, their keys in other places, bit for bit."""
     heads = 4
     kv_heads = heads if activation is SILU else 2
-    batch, query, keys, values = draw_batch([kinds], [root], heads, kv_heads, 32)
+    batch, query, keys, values = draw_batch([kinds], [prefix], heads, kv_heads, 32)
     query, keys, values = query.to(dtype), on_grid(keys.to(dtype)), on_grid(values.to(dtype))
     together = attend(batch, query, keys, values, activation)
     tree = batch.tree
@@ -85,9 +87,9 @@ def test_a_row_is_the_same_alone_in_a_tree_and_after_a_longer_root(kinds, root, 
     far_keys[moved], far_values[moved] = keys, values
     for node in range(0, tree.num_nodes, max(tree.num_nodes // 40, 1)):
         *before, own = on_path(tree, node)
-        long_root = moved[torch.cat([batch.prefixes[0], batch.slots[before]])]
+        long_prefix = moved[torch.cat([batch.prefixes[0], batch.slots[before]])]
         alone = TreeBatch(
-            chain(torch.zeros(1)), None, moved[batch.slots[[own]]], Prefixes.of([long_root])
+            chain(torch.zeros(1)), None, moved[batch.slots[[own]]], Prefixes.of([long_prefix])
         )
         got = attend(alone, query[[node]], far_keys, far_values, activation)
         assert torch.equal(got[0], together[node])
@@ -103,15 +105,15 @@ def test_plain_attention_would_not_pass():
     differ = 0
     for node in range(30):
         *before, own = on_path(batch.tree, node)
-        root = torch.cat([batch.prefixes[0], batch.slots[before]])
-        alone = TreeBatch(chain(torch.zeros(1)), None, batch.slots[[own]], Prefixes.of([root]))
+        prefix = torch.cat([batch.prefixes[0], batch.slots[before]])
+        alone = TreeBatch(chain(torch.zeros(1)), None, batch.slots[[own]], Prefixes.of([prefix]))
         got = CpuTreeAttention(alone, heads)(query[[node]], query, query, keys, values)
         differ += not torch.equal(got[0], together[node])
     assert differ
 
 
 def test_siblings_and_order_of_keys_change_nothing():
-    """The first child sees the same whether it has a sibling or not, and wherever the root lies."""
+    """The first child sees the same with and without a sibling, wherever the prefix lies."""
     batch, query, keys, values = draw_batch([("chain", 2)], [600], 2, 2, 16)
     keys, values = on_grid(keys), on_grid(values)
     alone = attend(batch, query, keys, values)

@@ -7,7 +7,7 @@ from recserve.kernels.attention import reference, triton_attention
 from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from tests.support import triton_interpreter
-from tests.support.attention_batches import draw_batch, split_short_roots
+from tests.support.attention_batches import draw_batch, split_short_prefixes
 
 HEADS, DIM = 2, 16
 
@@ -66,8 +66,8 @@ def test_queries_and_results_of_attention(monkeypatch):
 
 
 def test_parts_of_attention(sparse, monkeypatch):
-    """Those of the second part of the roots lie behind 2**31 elements of the first."""
-    split_short_roots(monkeypatch, 16, 2)
+    """Those of the second part of the prefixes lie behind 2**31 elements of the first."""
+    split_short_prefixes(monkeypatch, 16, 2)
     problem = drawn()
     batch, query, keys, values = problem
     rows = 2**31 // DIM + 3

@@ -27,7 +27,7 @@ def no_gradients():
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
 @pytest.mark.parametrize(
-    "kinds,roots,heads,kv_heads,dim",
+    "kinds,prefixes,heads,kv_heads,dim",
     [
         *[shape for shape in SHAPES[:7] if shape[4] % native.LANES == 0],
         ([("chain", 1), ("tree", 2)], [64, 65], 1, 1, 16),
@@ -39,11 +39,11 @@ def no_gradients():
         ([("tree", 3)], [40], 200, 1, 16),
     ],
 )
-def test_attention_is_the_references(kinds, roots, heads, kv_heads, dim, cached, dtype):
+def test_attention_is_the_references(kinds, prefixes, heads, kv_heads, dim, cached, dtype):
     """Slots that belong to nobody hold NaN, which would spread."""
     for seed, layout in enumerate(("beside", "before", "pages")):
         batch, query, keys, values = draw_batch(
-            kinds, roots, heads, kv_heads, dim, cached=cached, seed=seed
+            kinds, prefixes, heads, kv_heads, dim, cached=cached, seed=seed
         )
         batch, keys, values = placed(batch, keys, values, layout)
         query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
@@ -59,14 +59,14 @@ def test_attention_is_the_references(kinds, roots, heads, kv_heads, dim, cached,
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("group", [1, 2, 3])
-@pytest.mark.parametrize("root", [0, 63, 90])
-def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtype):
-    """Among all nodes, as the end of a chain drafted alone, and as the one node under a root that
+@pytest.mark.parametrize("prefix", [0, 63, 90])
+def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(prefix, group, dtype):
+    """Among all nodes, as the end of a chain drafted alone, and as the one node under a prefix that
     its path has joined: plain decoding. Chains pass the end of a block of 32, rows the end of
     what attends at once.
     """
     batch, query, keys, values = draw_batch(
-        [("tree", 140), ("deep", 30)], [root, 5], 2 * group, 2, 32, seed=2
+        [("tree", 140), ("deep", 30)], [prefix, 5], 2 * group, 2, 32, seed=2
     )
     query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
 
@@ -93,7 +93,7 @@ def test_a_node_has_the_same_bits_whatever_else_is_in_its_tree(root, group, dtyp
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-prefix", "prefix-limits"])
 def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
     """Alone, with 300 others, and beside another user's new history, whose first rows all see."""
     batch, query, keys, values = draw_batch(
@@ -123,7 +123,7 @@ def test_a_candidate_has_the_same_bits_whoever_is_ranked_with_it(limits, dtype):
 
 @pytest.mark.parametrize("activation", [SOFTMAX, Activation(32.0)], ids=["softmax", "silu"])
 @pytest.mark.parametrize("limit", [1, 7, 8, 15, 16, 31, 32, 63, 64, 75])
-def test_no_root_token_behind_the_limit_is_seen(limit, activation):
+def test_no_prefix_token_behind_the_limit_is_seen(limit, activation):
     """All rows have one limit: just below, at and above the ends of blocks of keys."""
     batch, query, keys, values = draw_batch([("branches", 9)], [75], 2, 2, 32)
     limits = torch.full((9,), limit)

@@ -1,4 +1,4 @@
-"""Both CPU paths against the plain reference, over drawn trees, roots and head layouts."""
+"""Both CPU paths against the plain reference, over drawn trees, prefixes and head layouts."""
 
 from dataclasses import replace
 
@@ -35,36 +35,36 @@ def same(batch, query, keys, values, activation):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-prefix", "prefix-limits"])
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES)
-def test_softmax_matches_reference(kinds, roots, heads, kv_heads, dim, cached, limits):
+@pytest.mark.parametrize("kinds,prefixes,heads,kv_heads,dim", SHAPES)
+def test_softmax_matches_reference(kinds, prefixes, heads, kv_heads, dim, cached, limits):
     for seed in range(3):
         drawn = draw_batch(
-            kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits, seed=seed
+            kinds, prefixes, heads, kv_heads, dim, cached=cached, limits=limits, seed=seed
         )
         same(*drawn, SOFTMAX)
 
 
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-prefix", "prefix-limits"])
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", [s for s in SHAPES if s[2] == s[3]])
-def test_silu_matches_reference(kinds, roots, heads, kv_heads, dim, cached, limits):
+@pytest.mark.parametrize("kinds,prefixes,heads,kv_heads,dim", [s for s in SHAPES if s[2] == s[3]])
+def test_silu_matches_reference(kinds, prefixes, heads, kv_heads, dim, cached, limits):
     for seed in range(3):
         drawn = draw_batch(
-            kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits, seed=seed
+            kinds, prefixes, heads, kv_heads, dim, cached=cached, limits=limits, seed=seed
         )
         same(*drawn, Activation(normalizer=37.0))
 
 
 @pytest.mark.parametrize("layout", ["beside", "before", "pages"])
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[2:7])
-def test_wherever_keys_lie(kinds, roots, heads, kv_heads, dim, limits, layout):
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-prefix", "prefix-limits"])
+@pytest.mark.parametrize("kinds,prefixes,heads,kv_heads,dim", SHAPES[2:7])
+def test_wherever_keys_lie(kinds, prefixes, heads, kv_heads, dim, limits, layout):
     """Views, copies of runs and gathers."""
     for cached in (0.0, 0.6):
         batch, query, keys, values = draw_batch(
-            kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits
+            kinds, prefixes, heads, kv_heads, dim, cached=cached, limits=limits
         )
         batch, keys, values = placed(batch, keys, values, layout)
         same(batch, query, keys, values, SOFTMAX)
@@ -77,7 +77,7 @@ def test_wherever_keys_lie(kinds, roots, heads, kv_heads, dim, limits, layout):
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
 def test_shared_rows_are_seen_by_all(cached, shared, kind):
     """Profile and long history (the first nodes) see each other both ways; later nodes see them
-    too. The trees beside them share nothing, and their nodes see a part of their root.
+    too. The trees beside them share nothing, and their nodes see a part of their prefix.
     """
     drawn = draw_batch([(kind, 70), ("branches", 9)], [5, 40], 2, 2, 16, cached=cached)
     batch, query, keys, values = drawn
@@ -114,15 +114,15 @@ def test_many_nodes_of_one_tree(nodes):
     ),
 )
 def test_isolated_branches_have_no_mask_over_the_whole_tree(activation, part):
-    """300 branches of up to 20 nodes below one root, one of them longer than a block."""
+    """300 branches of up to 20 nodes below one prefix, one of them longer than a block."""
     g = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 21, (300,), generator=g)
     lengths[40] = 2 * cpu.ROWS + 9
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    total, root = int(offsets[-1]), torch.arange(150)
+    total, prefix = int(offsets[-1]), torch.arange(150)
     tree = root_branch(torch.zeros(total, dtype=torch.int64), offsets)
     queries = None if part is None else torch.arange(total)[part]
-    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), Prefixes.of([root]))
+    batch = TreeBatch(tree, queries, torch.arange(150, 150 + total), Prefixes.of([prefix]))
     keys, values = torch.randn(2, 150 + total, 2, 8, generator=g)
     query = torch.randn(batch.num_queries, 2, 8, generator=g)
     same(batch, query, keys, values, activation)
@@ -166,7 +166,7 @@ def test_wrong_mask_is_noticed():
     ],
 )
 def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, cached):
-    """The same gradients as attention of one padded batch under a dense mask, root included: of a
+    """The same gradients as attention of one padded batch under a dense mask, prefix included: of a
     decoder's softmax and of the ranker's silu under its time rule.
     """
     from recserve.models.attention import DenseAttention, DenseSiluAttention
@@ -199,7 +199,7 @@ def test_the_reference_has_gradients_for_training(kv_heads, activation, limits, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("nodes", [1, 20, 200])
 @pytest.mark.parametrize("heads,kv_heads", [(2, 2), (7, 1)])
-def test_halves_side_by_side_with_their_root(dtype, nodes, heads, kv_heads):
+def test_halves_side_by_side_with_their_prefix(dtype, nodes, heads, kv_heads):
     """One row alone, few by the flash kernel, many by float32 products."""
     batch, query, keys, values = draw_batch([("tree", nodes)], [300], heads, kv_heads, 64)
     batch, keys, values = placed(batch, keys, values, "beside")
@@ -210,9 +210,11 @@ def test_halves_side_by_side_with_their_root(dtype, nodes, heads, kv_heads):
     assert (got.float() - expected).norm() / expected.norm() < 1e-2
 
 
-@pytest.mark.parametrize("root", [40, 700])
-def test_bfloat16_is_near_the_float32_reference(root):
-    batch, query, keys, values = draw_batch([("tree", 20), ("branches", 300)], [root, 9], 4, 2, 32)
+@pytest.mark.parametrize("prefix", [40, 700])
+def test_bfloat16_is_near_the_float32_reference(prefix):
+    batch, query, keys, values = draw_batch(
+        [("tree", 20), ("branches", 300)], [prefix, 9], 4, 2, 32
+    )
     query, keys, values = (x.bfloat16() for x in (query, keys, values))
     expected = reference.tree_attention(query.float(), keys.float(), values.float(), batch)
     got = in_torch(batch, query, keys, values)
@@ -220,17 +222,17 @@ def test_bfloat16_is_near_the_float32_reference(root):
     assert (got.float() - expected).norm() / expected.norm() < 1e-2
 
 
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES[:-1])
-def test_roots_in_a_table_are_the_same_roots(kinds, roots, heads, kv_heads, dim):
-    """Behind the end of a root, and in the spare slot, stands NaN."""
-    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
+@pytest.mark.parametrize("kinds,prefixes,heads,kv_heads,dim", SHAPES[:-1])
+def test_prefixes_in_a_table_are_the_same_prefixes(kinds, prefixes, heads, kv_heads, dim):
+    """Behind the end of a prefix, and in the spare slot, stands NaN."""
+    batch, query, keys, values = draw_batch(kinds, prefixes, heads, kv_heads, dim)
     owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)
     foreign[owned] = False
     keys[foreign] = values[foreign] = float("nan")
     hole = int(foreign.nonzero()[0])
     expected = reference.tree_attention(query, keys, values, batch)
-    table = as_table(batch, max(roots) + 3, hole)
+    table = as_table(batch, max(prefixes) + 3, hole)
     assert torch.equal(table.positions(), batch.positions())
     got = reference.padded_tree_attention(query, keys, values, table)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=5e-6)

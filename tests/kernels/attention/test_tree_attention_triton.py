@@ -11,7 +11,7 @@ from recserve.kernels.attention.triton_attention import TritonTreeAttention
 from recserve.kernels.tree import chain, root_branch
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support import triton_interpreter
-from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
+from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_prefixes
 from tests.support.grids import chosen, covering
 
 
@@ -26,14 +26,14 @@ def same(batch, query, keys, values, activation):
 
 @pytest.fixture(params=[1, 3], ids=["whole", "split"])
 def splits(request, monkeypatch):
-    """Roots in one piece, and split far below the sizes that would need it."""
+    """Prefixes in one piece, and split far below the sizes that would need it."""
     if request.param > 1:
-        split_short_roots(monkeypatch, 16, request.param)
+        split_short_prefixes(monkeypatch, 16, request.param)
 
 
 SPLITS = {"whole": 1, "split": 3}
 CACHED = {"all-new": 0.0, "some-scored-before": 0.6}
-LIMITS = {"whole-root": False, "root-limits": True}
+LIMITS = {"whole-prefix": False, "prefix-limits": True}
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_shared_rows_are_seen_by_all():
 
 def test_later_trees_see_their_first_nodes(monkeypatch):
     """A node of a long tree, behind another one, sees ancestors of all blocks before its own."""
-    split_short_roots(monkeypatch, 16)
+    split_short_prefixes(monkeypatch, 16)
     batch, *others = draw_batch([("chain", 33), ("chain", 70)], [5, 3], 2, 2, 16)
     # In front of the ends of the nodes lie zeros, which hide a node from all rows.
     ends = torch.cat([torch.zeros(40, dtype=torch.int64), batch.tree.ends])[40:]
@@ -97,12 +97,12 @@ def test_blocks_that_no_row_sees_are_not_read(shared, monkeypatch):
     """Three blocks of isolated chains, the last computed now: the middle holds NaN, and the first
     too where no row of it is everybody's.
     """
-    split_short_roots(monkeypatch, 16)
+    split_short_prefixes(monkeypatch, 16)
     tree = root_branch(torch.zeros(48, dtype=torch.int64), torch.arange(0, 49, 4))
     tree = replace(tree, shared=torch.tensor([shared])) if shared else tree
     keys, values = torch.randn(2, 64, 2, 16, generator=torch.Generator().manual_seed(0))
-    slots, root = torch.arange(48), torch.arange(48, 64)
-    batch = TreeBatch(tree, torch.arange(33, 48), slots, Prefixes.of([root]))
+    slots, prefix = torch.arange(48), torch.arange(48, 64)
+    batch = TreeBatch(tree, torch.arange(33, 48), slots, Prefixes.of([prefix]))
     query = torch.randn(15, 4, 16, generator=torch.Generator().manual_seed(1))
     expected = reference.tree_attention(query, keys, values, batch)
     keys[16 if shared else 0 : 32] = float("nan")
@@ -145,7 +145,7 @@ def test_head_dims_groups_and_halves(heads, dim, dtype):
     indirect=["splits"],
 )
 def test_trees_of_halves(splits, nodes, dim, dtype):
-    """Four query heads for each of two of keys, roots whole and in three parts."""
+    """Four query heads for each of two of keys, prefixes whole and in three parts."""
     close_in(dtype, *draw_batch([("tree", nodes)], [37], 8, 2, dim))
 
 
@@ -180,7 +180,7 @@ def of_size(dim):
     return HeadLayout(8, 4, dim, torch.float32)
 
 
-def test_8192_nodes_are_planned_and_long_roots_split():
+def test_8192_nodes_are_planned_and_long_prefixes_split():
     """Grids of sizes that are too slow to interpret."""
     tree = root_branch(torch.zeros(8192, dtype=torch.int64), torch.arange(0, 8193, 2))
     slots = torch.arange(8192) + 2**17
@@ -201,14 +201,14 @@ def test_8192_nodes_are_planned_and_long_roots_split():
     assert TritonTreeAttention(long, of_size(256)).plan.block_keys == 16
 
 
-def launched(nodes, trees, root, machine=triton_launch.HOPPER):
+def launched(nodes, trees, prefix, machine=triton_launch.HOPPER):
     """32 heads of 128 numbers in bfloat16, 8 of them of keys."""
-    work = triton_launch.AttentionWork(nodes, trees, root)
+    work = triton_launch.AttentionWork(nodes, trees, prefix)
     return triton_launch.launch(work, 32, 8, 256, machine)
 
 
 @pytest.mark.parametrize(
-    "nodes,trees,root,rows,splits",
+    "nodes,trees,prefix,rows,splits",
     [
         (64, 1, 8192, 128, 8),  # 16 programs of 8 warps: 128 of 132 places
         (64, 1, 32768, 128, 8),
@@ -222,17 +222,17 @@ def launched(nodes, trees, root, machine=triton_launch.HOPPER):
         (64, 1, 1024, 128, 8),
     ],
 )
-def test_roots_are_split_to_fill_a_device_once(nodes, trees, root, rows, splits):
+def test_prefixes_are_split_to_fill_a_device_once(nodes, trees, prefix, rows, splits):
     """On 132 multiprocessors; the last split is never empty."""
-    plan = launched(nodes, trees, root)
+    plan = launched(nodes, trees, prefix)
     assert plan.block_q * plan.block_group == rows and plan.num_splits == splits
-    chunk = -(-root // splits // plan.block_keys) * plan.block_keys
-    assert (splits - 1) * chunk < max(root, 1)
+    chunk = -(-prefix // splits // plan.block_keys) * plan.block_keys
+    assert (splits - 1) * chunk < max(prefix, 1)
 
 
 @pytest.mark.parametrize("nodes,texts", [(72, 1), (2, 1), (16, 8), (72, 8)])
 def test_a_tree_that_fills_a_batch_up_takes_no_share_of_the_device(nodes, texts):
-    """Padded steps have one more tree, without a root."""
+    """Padded steps have one more tree, without a prefix."""
     work = triton_launch.AttentionWork(nodes, texts + 1, 33_000, fillers=1)
     plan = triton_launch.launch(work, 32, 8, 256, triton_launch.HOPPER)
     alone = launched(nodes - 1, texts, 33_000)
@@ -252,18 +252,20 @@ def test_a_device_with_little_shared_memory_keeps_one_block_in_flight():
 
 
 @pytest.mark.parametrize(
-    "kinds,roots,heads,kv_heads,dim",
+    "kinds,prefixes,heads,kv_heads,dim",
     [
         pytest.param(*shape, marks=[pytest.mark.slow] if place else [])
         for place, shape in enumerate(SHAPES[:-1])
     ],
 )
-def test_a_grid_for_longer_roots_gives_the_same(kinds, roots, heads, kv_heads, dim, monkeypatch):
-    """Roots in a table whose width is many times theirs: most splits have nothing to do, write
+def test_a_grid_for_longer_prefixes_gives_the_same(
+    kinds, prefixes, heads, kv_heads, dim, monkeypatch
+):
+    """Prefixes in a table whose width is many times theirs: most splits have nothing to do, write
     nothing, and are not read; everything that is allocated starts as NaN.
     """
-    split_short_roots(monkeypatch, 32)
-    batch, query, keys, values = draw_batch(kinds, roots, heads, kv_heads, dim)
+    split_short_prefixes(monkeypatch, 32)
+    batch, query, keys, values = draw_batch(kinds, prefixes, heads, kv_heads, dim)
     expected = reference.tree_attention(query, keys, values, batch)
     owned = torch.cat([batch.slots, *batch.prefixes])
     foreign = torch.ones(keys.shape[0], dtype=torch.bool)

@@ -100,12 +100,14 @@ def test_paths_move_with_their_powers():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("limits", [False, True], ids=["whole-root", "root-limits"])
+@pytest.mark.parametrize("limits", [False, True], ids=["whole-prefix", "prefix-limits"])
 @pytest.mark.parametrize("cached", [0.0, 0.6], ids=["all-new", "some-scored-before"])
-@pytest.mark.parametrize("kinds,roots,heads,kv_heads,dim", SHAPES)
-def test_attention_is_that_to_the_decoded_pool(kinds, roots, heads, kv_heads, dim, cached, limits):
+@pytest.mark.parametrize("kinds,prefixes,heads,kv_heads,dim", SHAPES)
+def test_attention_is_that_to_the_decoded_pool(
+    kinds, prefixes, heads, kv_heads, dim, cached, limits
+):
     """All paths of a CPU see what the codes say, the computed nodes' own codes too."""
-    drawn = draw_batch(kinds, roots, heads, kv_heads, dim, cached=cached, limits=limits)
+    drawn = draw_batch(kinds, prefixes, heads, kv_heads, dim, cached=cached, limits=limits)
     batch, query, keys, values = drawn
     pool = pooled(keys, values)
     floats = pool.keys[0].float(), pool.values[0].float()
@@ -124,7 +126,7 @@ def test_attention_is_that_to_the_decoded_pool(kinds, roots, heads, kv_heads, di
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_roots_in_a_table():
+def test_prefixes_in_a_table():
     batch, query, keys, values = draw_batch([("tree", 20), ("chain", 6)], [12, 31], 4, 2, 16)
     pool = pooled(keys, values)
     expected = attention_reference.tree_attention(query, pool.keys[0], pool.values[0], batch)
@@ -135,10 +137,10 @@ def test_roots_in_a_table():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("root", [40, 2000])
-def test_it_is_near_the_float32_reference(root, dtype):
+@pytest.mark.parametrize("prefix", [40, 2000])
+def test_it_is_near_the_float32_reference(prefix, dtype):
     """Within 4 % of the norm of what full precision gives, of which e4m3 itself is 2.3 %."""
-    batch, query, keys, values = draw_batch([("tree", 30), ("chain", 5)], [root, 9], 8, 2, 64)
+    batch, query, keys, values = draw_batch([("tree", 30), ("chain", 5)], [prefix, 9], 8, 2, 64)
     expected = attention_reference.tree_attention(query, keys, values, batch)
     pool = pooled(keys.to(dtype), values.to(dtype))
     own = batch.query_slots()

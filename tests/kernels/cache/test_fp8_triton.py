@@ -14,7 +14,7 @@ from recserve.kernels.layers import reference as layers_reference
 from recserve.kernels.layers import triton_rope_write
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from tests.support import triton_interpreter
-from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_roots
+from tests.support.attention_batches import SHAPES, as_table, draw_batch, split_short_prefixes
 from tests.support.fp8_values import CODES, pooled, spread
 from tests.support.grids import covering
 from tests.support.path_moves import draw_paths
@@ -103,7 +103,7 @@ def compare(batch, query, pool, activation=SOFTMAX, **tolerance):
 def test_attention(shape, split, native, monkeypatch, poisoned):
     monkeypatch.setattr(triton_attention, "has_native", lambda device: native)
     if split:
-        split_short_roots(monkeypatch, 16)
+        split_short_prefixes(monkeypatch, 16)
     cached, limits = (0.6, True) if split else (0.0, False)
     batch, query, keys, values = draw_batch(*shape, cached=cached, limits=limits)
     pool = pooled(keys * 5, values)
@@ -130,8 +130,8 @@ def test_head_dims_groups_and_halves(heads, kv_heads, dim, dtype, poisoned):
     compare(batch, query.to(dtype), pooled(keys, values), **tolerance)
 
 
-def test_a_grid_for_longer_roots(monkeypatch, poisoned):
-    split_short_roots(monkeypatch, 32)
+def test_a_grid_for_longer_prefixes(monkeypatch, poisoned):
+    split_short_prefixes(monkeypatch, 32)
     batch, query, keys, values = draw_batch([("tree", 9), ("chain", 1)], [40, 0], 4, 2, 16)
     pool = pooled(keys, values)
     expected = attention_reference.tree_attention(query, pool.keys[0], pool.values[0], batch)

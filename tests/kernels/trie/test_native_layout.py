@@ -14,7 +14,7 @@ from recserve.search.filters import RequestFilters
 from recserve.search.trie_paths import ScoredPaths, draft_of_keys
 from tests.support.grids import covering
 from tests.support.recommenders import CATALOGUES as ENGINE_CATALOGUES
-from tests.support.recommenders import draw_root, make
+from tests.support.recommenders import draw_prefix, make
 from tests.support.tries import CATALOGUES, SHAPES, Changed
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -89,7 +89,9 @@ def test_what_a_round_scores(name, skip_single, monkeypatch, force_kernels):
     model, _ = make(ENGINE_CATALOGUES["ordinary"], "items", form)
     sequences = tuple(
         SearchSequence(
-            request=SlateQuery(prefix=draw_root(model, 1, b), trie=trie, k=3, beam_width=width - b),
+            request=SlateQuery(
+                prefix=draw_prefix(model, 1, b), trie=trie, k=3, beam_width=width - b
+            ),
             future=Future(),
             submitted_s=0.0,
             model="recommender",

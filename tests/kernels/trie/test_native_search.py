@@ -18,7 +18,7 @@ from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead
 from recserve.search.strategy import Heads
 from tests.support.draft_heads import make_head
 from tests.support.grids import covering
-from tests.support.recommenders import CATALOGUES, draw_root, make
+from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.tries import SHAPES, Changed, engine_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -39,8 +39,8 @@ def asked_of(model, trie, form, seed=0):
             fields["allowed"] = AllowedItems.of(rng.random(items) < 0.4)
         if form == "dense":
             fields["dense_weight"] = 0.7 * (i % 3 > 0)
-        root = draw_root(model, 1 + 2 * i, i)
-        requests.append(SlateQuery(prefix=root, trie=trie, k=k, beam_width=width, **fields))
+        prefix = draw_prefix(model, 1 + 2 * i, i)
+        requests.append(SlateQuery(prefix=prefix, trie=trie, k=k, beam_width=width, **fields))
     return requests
 
 
@@ -89,7 +89,7 @@ def test_a_trie_with_later_ids_and_hidden_items(shape, dense_weight, force_kerne
     for strategy in ("beam", "speculative", "nezha"):
         requests = [
             SlateQuery(
-                prefix=draw_root(model, 4, width),
+                prefix=draw_prefix(model, 4, width),
                 trie=changed.trie,
                 k=k,
                 beam_width=width,

@@ -1,4 +1,4 @@
-"""Corrected and late events: answers as if it had never been otherwise, and no old root stays."""
+"""Corrected and late events: answers as if it had never been otherwise, and no old prefix stays."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ def post(client, *events, **fields):
 
 
 def ask(client, ids, **fields):
-    """A slate and a ranking: ids, order and every score; and root tokens that were computed."""
+    """A slate and a ranking: ids, order and every score; and prefix tokens that were computed."""
     asked = {"user": {"id": USER}, "explain": True, **fields}
     slate = client.post("/v1/recommend", json=asked).json()
     shown = [{"item_id": i, "shown_at": "2026-06-01T00:00:00Z"} for i in ids[40:55]]
@@ -116,7 +116,7 @@ def test_answers_are_those_of_a_history_that_was_always_so(opened, ids, name, in
         right, _ = ask(client, ids)
     with live(opened(invariant=invariant)) as client:
         post(client, *[event(ids, n) for n in range(12)])
-        for _ in range(2):  # roots and drafts are there
+        for _ in range(2):  # prefixes and drafts are there
             wrong, _ = ask(client, ids)
         answer = post(client, *sent)
         corrections = sum("correction" in one for one in sent)
@@ -141,7 +141,7 @@ def test_answers_are_those_of_a_history_that_was_always_so(opened, ids, name, in
         ("replace the type", 13, 12),  # the recommender reads no types
     ],
 )
-def test_of_the_old_roots_only_what_is_still_so_stays(opened, ids, name, recommender, ranker):
+def test_of_the_old_prefixes_only_what_is_still_so_stays(opened, ids, name, recommender, ranker):
     sent, _ = cases(ids)[name]
     with opened() as one, live(one) as client:
         post(client, *[event(ids, n) for n in range(12)])
@@ -158,7 +158,7 @@ def test_of_the_old_roots_only_what_is_still_so_stays(opened, ids, name, recomme
         assert asked["explanation"]["root_tokens_cached"] == recommender
 
 
-def test_roots_of_others_stay(opened, ids):
+def test_prefixes_of_others_stay(opened, ids):
     with opened() as one, live(one) as client:
         post(client, *[{**event(ids, n), "user_id": "other"} for n in range(20, 30)], warm=True)
         settled(one)
@@ -180,7 +180,7 @@ def test_what_was_under_way_for_the_old_history_is_dropped(opened, ids):
             one.add_events(EventsRequest(events=first, warm=True))
             futures = [waiting.future for waiting in engine.queue.background]
             correcting = threading.Thread(target=one.add_events, args=(correction,))
-            correcting.start()  # it waits for the engine, to forget the roots there are
+            correcting.start()  # it waits for the engine, to forget the prefixes there are
             until = time.monotonic() + 30
             while not all(future.cancelled() for future in futures) and time.monotonic() < until:
                 time.sleep(0.001)

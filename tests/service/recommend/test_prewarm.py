@@ -84,7 +84,7 @@ def test_a_deleted_user_is_not_warmed(service):
         service.add_events(events(service, "me", first=40))
         futures = [waiting.future for waiting in engine.queue.background]
         deleting = threading.Thread(target=service.delete_user, args=("me",))
-        deleting.start()  # it waits for the engine, to forget the roots there are
+        deleting.start()  # it waits for the engine, to forget the prefixes there are
         until = time.monotonic() + 30
         while not all(future.cancelled() for future in futures) and time.monotonic() < until:
             time.sleep(0.001)

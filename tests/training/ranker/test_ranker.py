@@ -58,7 +58,7 @@ SMALL = RankerRecipe(
     long_items=12,
     recent_items=8,
     block=4,
-    batch_roots=32,
+    batch_prefixes=32,
     schedule=Schedule(epochs=6, learning_rate=1e-2, weight_decay=0.01, averaging=0.9),
 )
 CPU = TrainOptions(device="cpu", precision="float32")
@@ -98,7 +98,7 @@ def noise_vectors() -> np.ndarray:
 def make_data(log: EventLog, seed: int = 0) -> RankingData:
     train = log.leave_one_out().train
     tables = RankingTables.fit(train, topic_items(), noise_vectors(), 12, 8, 4)
-    return RankingData(train, tables, seed, negatives=3, positives=5, batch_roots=16)
+    return RankingData(train, tables, seed, negatives=3, positives=5, batch_prefixes=16)
 
 
 def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
@@ -113,14 +113,14 @@ def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
     assert quality.metrics["conversion_auc"] > 0.8
     assert quality.baselines["popularity"] < 0.6 and quality.baselines["vectors"] < 0.6
     events = EventColumns.of(log, 0)
-    root = prefix_columns(tables, events)
+    prefix = prefix_columns(tables, events)
     batch = next(held_batches(log, tables, users[:32], NegativeSampler(log, tables), HeldOut(1)))
     with torch.no_grad():
         logits = score(model, batch)
     rows = batch.inputs.tokens.flatten()[batch.candidates] // PER_TOPIC
     gap = logits[:, 1] - logits[:, 0]
     assert gap[rows % 2 == 0].mean() > gap[rows % 2 == 1].mean() + 1
-    assert len(root) > 1
+    assert len(prefix) > 1
 
 
 def score(model, batch: RankingBatch) -> torch.Tensor:
@@ -191,7 +191,7 @@ def test_batches_hold_one_fold_and_all_users() -> None:
     log = topic_log(90)
     train = log.leave_one_out().train
     tables = RankingTables.fit(train, topic_items(), noise_vectors(), 12, 8, 4)
-    data = RankingData(train, tables, 0, batch_roots=16, fold_vectors=[noise_vectors()] * 4)
+    data = RankingData(train, tables, 0, batch_prefixes=16, fold_vectors=[noise_vectors()] * 4)
     plans = data.plan(0)
     assert all({w.user % 4 for w in plan.windows} == {plan.fold} for plan in plans)
     assert {w.user for plan in plans for w in plan.windows} == set(range(90))
@@ -216,7 +216,7 @@ def test_plans_and_batches_repeat_exactly() -> None:
     assert torch.equal(first.inputs.dense, second.inputs.dense)
 
 
-def test_root_scores_the_same_in_any_batch() -> None:
+def test_prefix_scores_the_same_in_any_batch() -> None:
     """Padding and neighbours change nothing: 1e-5 in fp32."""
     log = topic_log(60)
     data = make_data(log)
@@ -227,7 +227,7 @@ def test_root_scores_the_same_in_any_batch() -> None:
     def scores(size: int) -> torch.Tensor:
         sampler = NegativeSampler(log, data.tables)
         found = held_batches(
-            log, data.tables, users, sampler, HeldOut(1, negatives=0), batch_roots=size
+            log, data.tables, users, sampler, HeldOut(1, negatives=0), batch_prefixes=size
         )
         with torch.no_grad():
             return torch.cat([score(model, batch) for batch in found])
@@ -250,12 +250,12 @@ def test_engine_scores_what_training_scores_and_a_new_event_costs_one_row() -> N
     rows = batch.inputs.tokens.flatten()[batch.candidates].numpy()
 
     def ask(engine: Engine, stop: int) -> Scores:
-        root = prefix_columns(tables, events.slice(0, stop))
-        found = candidate_columns(tables, root, rows, np.full(rows.size, events.times[stop]))
-        inputs = node_inputs(root.columns.arrays())
+        prefix = prefix_columns(tables, events.slice(0, stop))
+        found = candidate_columns(tables, prefix, rows, np.full(rows.size, events.times[stop]))
+        inputs = node_inputs(prefix.columns.arrays())
         answer = engine.run(
             RankQuery(
-                Prefix(inputs, root.keys, root.shared),
+                Prefix(inputs, prefix.keys, prefix.shared),
                 node_inputs(found.columns.arrays()),
                 found.prefix_limits,
             )
@@ -279,12 +279,12 @@ def test_held_batch_has_the_columns_of_serving() -> None:
     sampler = NegativeSampler(log, data.tables)
     batch = next(held_batches(log, data.tables, np.array([7]), sampler, HeldOut(1, negatives=9)))
     events = EventColumns.of(log, 7)
-    root = prefix_columns(data.tables, events.slice(0, len(events) - 1))
-    n = len(root)
-    assert np.array_equal(batch.inputs.dense[0, :n], root.columns.dense)
+    prefix = prefix_columns(data.tables, events.slice(0, len(events) - 1))
+    n = len(prefix)
+    assert np.array_equal(batch.inputs.dense[0, :n], prefix.columns.dense)
     rows = batch.inputs.tokens[0, n:].numpy()
     moment = np.full(10, events.times[-1])
-    expected = candidate_columns(data.tables, root, rows, moment)
+    expected = candidate_columns(data.tables, prefix, rows, moment)
     assert np.array_equal(batch.inputs.dense[0, n:], expected.columns.dense)
     assert batch.limits[0, n:].tolist() == expected.prefix_limits.tolist()
     assert rows[0] == events.rows[-1] and not set(rows[1:]) & set(events.rows)

@@ -234,26 +234,26 @@ def test_training_learns_outcomes_and_leaves_beam_alone(tmp_path):
 
 
 def test_heads_of_another_recommender_are_left_out(tmp_path, caplog):
-    root = tmp_path / "bundle"
-    shutil.copytree(shared_bundle(), root)
-    bundle = Bundle.open(root)
+    prefix = tmp_path / "bundle"
+    shutil.copytree(shared_bundle(), prefix)
+    bundle = Bundle.open(prefix)
     recipe = RetrieverRecipe(drawn=64, in_batch=64, validation_users=5, schedule=Schedule(1, 1e-3))
     train_retriever(bundle, TrainOptions(device="cpu"), recipe, QUIET)
     train_drafter(bundle, TrainOptions(device="cpu", epochs=1, name="nezha"), console=QUIET)
-    with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
+    with Service.open(prefix, f"lmdb:{tmp_path}/store", "cpu") as service:
         assert {"dense", "nezha"} <= set(service.engine.selectable)
         assert service.models()[0]["recserve"]["outcomes"]
     shutil.copytree(
         tiny_bundle(tmp_path / "other", ranker=False) / "recommender",
-        root / "recommender",
+        prefix / "recommender",
         dirs_exist_ok=True,
     )
-    path = root / "recommender" / "model.safetensors"
+    path = prefix / "recommender" / "model.safetensors"
     changed = bytearray(path.read_bytes())
     changed[-3] ^= 1
     path.write_bytes(changed)
     bundle.commit("recommender", {})
-    with Service.open(root, f"lmdb:{tmp_path}/store", "cpu") as service:
+    with Service.open(prefix, f"lmdb:{tmp_path}/store", "cpu") as service:
         assert not {"dense", "nezha"} & set(service.engine.selectable)
     for section in ("retriever", "drafters/nezha"):
         assert f"{section} belongs to another recommender" in caplog.text
