@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -19,7 +20,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from recserve import cores
 from recserve.doctor.finding import Finding
@@ -393,9 +393,6 @@ def _records(name: str, what: str, sizes: str, stats: EngineStats) -> Finding:
 
 
 def without_password(url: str) -> str:
-    """Returns the URL with its password masked."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
+    """Returns the URL with its passwords masked, also those that are not percent-encoded."""
+    shown = re.sub(r"^([\w+]+://[^:@/]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]\w*password=)[^&]*", r"\1***", shown)

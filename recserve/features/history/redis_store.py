@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import redis
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
-from redis.retry import Retry
 
 from recserve.bounds import MIN_TIME_US
 from recserve.features.history.history import (
@@ -41,11 +37,19 @@ from recserve.features.history.history import (
     runs,
     user_key,
 )
+from recserve.features.redis_connection import (
+    FAILURES,
+    NoScriptError,
+    ResponseError,
+    call_many,
+    connect,
+    describe,
+    scanners,
+)
 
 PREFIX = b"recserve:history:"
-RETRIES = 2
 SCANS, SCANNED = 20, 1000  # SCAN calls of one listing, and about how many keys each looks at
-CURSOR = re.compile(r"(\d{1,20})(?:\.(\d{1,20})\.([0-9a-f]{32}))?")
+CURSOR = re.compile(r"(?:([0-9a-f]{8})-)?(\d{1,20})(?:\.(\d{1,20})\.([0-9a-f]{32}))?")
 CORRUPT = "RECSERVE_CORRUPT"
 
 ADD, REPLACE, REPLACE_IN_PLACE, REMOVE, EXPIRE = b"+", b"=", b"~", b"-", b"<"
@@ -155,9 +159,10 @@ assert SIZES == (16, 29, 10**12), "the script hard-codes these numbers"
 
 
 class RedisStore(HistoryStore):
-    """A history store in Redis.
+    """A history store in Redis: one server, or what Sentinel or a cluster names as the primary.
 
-    A failed call is retried twice. That is safe: an event that did arrive is then a duplicate, and
+    A user's history is one key, so each call of a pipeline touches one slot of a cluster. A failed
+    call is repeated. That is safe: an event that did arrive is then a duplicate, and
     a replacement can be repeated. Only a removal that did arrive is then reported as not stored.
 
     Raises:
@@ -167,7 +172,7 @@ class RedisStore(HistoryStore):
 
     @classmethod
     def open(cls, url: str, options: StoreOptions) -> RedisStore:
-        """Returns the store of `redis://...`, `rediss://...` or `unix://...`."""
+        """Returns the store of a URL of `redis_connection`."""
         return cls(url, cap=options.cap, timeout_s=options.timeout_s)
 
     def __init__(self, url: str, *, cap: int = DEFAULT_CAP, timeout_s: float = 0.25) -> None:
@@ -179,13 +184,8 @@ class RedisStore(HistoryStore):
             timeout_s: Time limit to connect, and of each reply.
         """
         self.cap = cap
-        self._client: Any = redis.Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(ExponentialBackoff(cap=0.05, base=0.005), RETRIES),
-        )
         with self._failures():
+            self._client: Any = connect(url, timeout_s=timeout_s)
             self._script = self._client.script_load(APPEND)
 
     def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
@@ -194,15 +194,14 @@ class RedisStore(HistoryStore):
         A damaged value, or a key of another type, is returned as a CorruptHistory in its place.
         """
         # MGET would return nothing for a key of another type, as for an unknown user.
-        with self._failures(), self._client.pipeline(transaction=False) as pipeline:
-            for user_id in user_ids:
-                pipeline.get(PREFIX + user_key(user_id))
-            values: list[Any] = pipeline.execute(raise_on_error=False)
+        gets = [("GET", PREFIX + user_key(user_id)) for user_id in user_ids]
+        with self._failures():
+            values = call_many(self._client, gets)
             found: list[np.ndarray | CorruptHistory] = []
             for value in values:
                 if isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE"):
                     found.append(CorruptHistory("stored history is of another Redis type"))
-                elif isinstance(value, RedisError):
+                elif isinstance(value, Exception):
                     raise value
                 else:
                     found.append(read_stored(value))
@@ -229,28 +228,41 @@ class RedisStore(HistoryStore):
         """Deletes a user's history. Returns whether there was one."""
         key = PREFIX + user_key(user_id)
         with self._failures():
-            return bool(self._client.delete(key))
+            (reply,) = call_many(self._client, [("DEL", key)])
+            if isinstance(reply, Exception):
+                raise reply
+        return bool(reply)
 
     def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
         """Returns a page of users in no particular order.
 
         A call scans at most SCANS * SCANNED keys of the database. `next` names a place between two
-        replies of Redis' SCAN, or a place within one. A page may repeat ids of the page before it
-        after Redis resized its hash table, but a user who is there all the time is listed.
+        replies of Redis' SCAN, or a place within one, and with Sentinel or a cluster its server. A
+        page may repeat ids of the page before it after Redis resized its hash table, but a user who
+        is there all the time is listed, unless a cluster moves the user to another server.
         """
         match = CURSOR.fullmatch(after or "0")
         if match is None:
             raise ValueError(f"after is {str(after)[:40]!r}; expected `next` of an earlier page")
-        place, inside = int(match[1]), match[2] is not None
-        end, last = (int(match[2]), bytes.fromhex(match[3])) if inside else (0, b"")
+        place, inside = int(match[2]), match[3] is not None
+        end, last = (int(match[3]), bytes.fromhex(match[4])) if inside else (0, b"")
         pattern = PREFIX + re.sub(rb"([*?\[\]^\\-])", rb"\\\1", prefix.encode()) + b"*"
         ids: list[str] = []
         with self._failures():
+            servers = scanners(self._client)
+            names = [name for name, _ in servers]
+            if after is not None and (match[1] or "") not in names:
+                raise ValueError(
+                    f"after is {after[:40]!r}, of a Redis server that is no primary now; list from "
+                    "the start"
+                )
+            number = names.index(match[1] or "") if after is not None else 0
             for _ in range(SCANS):
+                mark = f"{names[number]}-" if names[number] else ""
                 # Two replies for the same place may hold different keys in a different order: a
                 # resized table has other buckets. So a place within a reply is the digest of the
                 # last id that was returned, and the reply counts up to the nearer end.
-                reached, keys = self._client.scan(place, match=pattern, count=SCANNED)
+                reached, keys = servers[number][1](place, match=pattern, count=SCANNED)
                 end = min(int(reached), end, key=_scan_order) if inside else int(reached)
                 new = sorted((_digest(key), key) for key in keys)
                 new = [one for one in new if one[0] > last]
@@ -258,11 +270,14 @@ class RedisStore(HistoryStore):
                 ids += [key[len(PREFIX) :].decode() for _, key in new[:room]]
                 if len(new) > room:
                     inner = f".{end}.{new[room - 1][0].hex()}" if room else ""
-                    return StoredUsers(ids, f"{place}{inner}")
-                if not end:
-                    return StoredUsers(ids, None)
+                    return StoredUsers(ids, f"{mark}{place}{inner}")
                 place, inside, last = end, False, b""
-        return StoredUsers(ids, f"{place}")
+                if not end:
+                    number += 1
+                    if number == len(servers):
+                        return StoredUsers(ids, None)
+        mark = f"{names[number]}-" if names[number] else ""
+        return StoredUsers(ids, f"{mark}{place}")
 
     def close(self) -> None:
         """Closes the connections."""
@@ -280,15 +295,21 @@ class RedisStore(HistoryStore):
         return Applied(taken.tolist(), merge(before, changes, self.cap).applied.revised)
 
     def _run(self, calls: list[_Call]) -> list[Any]:
-        """Returns the script's replies, with errors in place. Reloads a script that is missing."""
-        for _ in range(2):
-            with self._client.pipeline(transaction=False) as pipeline:
-                for call in calls:
-                    pipeline.evalsha(self._script, 1, call.key, self.cap, *call.runs)
-                replies: list[Any] = pipeline.execute(raise_on_error=False)
-            if not any(isinstance(reply, NoScriptError) for reply in replies):
-                break
+        """Returns the script's replies, with errors in place. Reloads a script that is missing.
+
+        Servers of a cluster miss it one by one. A call that was made is not made again: its events
+        would count as duplicates.
+        """
+        commands = [("EVALSHA", self._script, 1, call.key, self.cap, *call.runs) for call in calls]
+        replies = call_many(self._client, commands)
+        missing = [
+            number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)
+        ]
+        if missing:
             self._client.script_load(APPEND)
+            again = call_many(self._client, [commands[number] for number in missing])
+            for number, reply in zip(missing, again, strict=True):
+                replies[number] = reply
         return replies
 
     @contextmanager
@@ -296,8 +317,8 @@ class RedisStore(HistoryStore):
         """Turns Redis' errors into StoreUnavailable."""
         try:
             yield
-        except RedisError as error:
-            raise StoreUnavailable(f"redis: {type(error).__name__}: {error}") from error
+        except FAILURES as error:
+            raise StoreUnavailable(describe(error)) from error
 
 
 @dataclass(frozen=True)

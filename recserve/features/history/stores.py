@@ -47,9 +47,13 @@ T = TypeVar("T")
 GROUP = "recserve.stores"
 TTL = "ttl_s"  # option of every store's URL
 _REDIS = "recserve.features.history.redis_store:RedisStore"
+REDIS_SCHEMES = (
+    *("redis", "rediss", "unix"),
+    *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
+)
 BUILT_IN = (
     EntryPoint("lmdb", "recserve.features.history.lmdb_store:LmdbStore", GROUP),
-    *(EntryPoint(scheme, _REDIS, GROUP) for scheme in ("redis", "rediss", "unix")),
+    *(EntryPoint(scheme, _REDIS, GROUP) for scheme in REDIS_SCHEMES),
 )
 
 PAGE = 500  # users that one step of a sweep reads
@@ -63,8 +67,8 @@ def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
     """Opens the store of a URL and puts the wrappers that it needs in front of it.
 
     Args:
-        url: `lmdb:PATH`, `redis://...`, `rediss://...`, `unix://...`, or a URL with the scheme of
-            an installed package. Each may end with `?ttl_s=SECONDS`, which goes before the
+        url: `lmdb:PATH`, a URL of `redis_connection`, or one with the scheme of an installed
+            package. Each may end with `?ttl_s=SECONDS`, which goes before the
             option of that name.
         options: Options of the store, or None for the defaults.
 

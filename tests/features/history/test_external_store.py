@@ -69,7 +69,7 @@ def test_an_installed_store_opens_by_its_scheme(installed, tmp_path):
 
 
 def test_an_unknown_scheme_names_those_that_are_installed(installed):
-    with pytest.raises(ValueError, match=r"'mysql'.*lmdb, memory, redis, rediss, unix"):
+    with pytest.raises(ValueError, match=r"'mysql'.*lmdb, memory, redis, .*rediss, .*unix"):
         open_store("mysql://x")
 
 
