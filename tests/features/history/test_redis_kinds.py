@@ -240,7 +240,8 @@ def test_a_failover_under_load_loses_no_acknowledged_event_that_was_replicated(h
             thread.start()
         time.sleep(0.5)
         before = {number: list(keys) for number, keys in taken.items()}
-        primary.wait(1, 1000)
+        primary.set("mark", 1)  # WAIT waits for what its own connection wrote
+        assert primary.wait(1, 5000) == 1
         os.kill(started[0].pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         wait_for(lambda: len(refusals) > 2, "nothing was refused")
         marks = {number: len(keys) for number, keys in taken.items()}
