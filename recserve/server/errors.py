@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull
 from recserve.engine.scheduler import RequestTooLarge
-from recserve.features.catalog.item_journal import JournalError
+from recserve.features.catalog.catalog_log import JournalError
 from recserve.features.history.history import (
     CorruptHistory,
     ListingUnsupported,

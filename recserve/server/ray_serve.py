@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recserve.config import ServerConfig, is_loopback
 from recserve.cores import short_waits
-from recserve.features.catalog.item_journal import JournalError
+from recserve.features.catalog.catalog_log import JournalError
 from recserve.server.app import create_app
 from recserve.server.context import context_of
 from recserve.server.lifecycle import Lifecycle

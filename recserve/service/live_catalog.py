@@ -35,8 +35,8 @@ from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog import item_keys
+from recserve.features.catalog.catalog_log import CatalogLog, JournalError
 from recserve.features.catalog.filters import CATEGORIES
-from recserve.features.catalog.item_journal import ItemJournal, JournalError
 from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.new_items import IdAssigner, NewVectors
 from recserve.features.catalog.popularity import SavedCounts
@@ -113,7 +113,7 @@ class LiveCatalog:
         models: EngineModels,
         engine: Engine,
         snapshot: Snapshot,
-        journal: ItemJournal | None,
+        journal: CatalogLog | None,
     ) -> None:
         """Starts with the items of the bundle.
 
@@ -169,7 +169,7 @@ class LiveCatalog:
             try:
                 items = apply_changes(items, restore_changes(change_set, items.log.schema))
             except ValueError as error:
-                raise JournalError(f"{self.journal.path}: {error}") from error
+                raise JournalError(f"{self.journal.name}: {error}") from error
             self._archive.add(items, first.base_trie)
         self._publish(items, first.base_trie, first.index)
         log.info("replayed %d change sets of items", len(change_sets))

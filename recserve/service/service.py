@@ -563,7 +563,7 @@ def _open_journal(bundle: Bundle, folder: Path, replaced: Service | None) -> Ite
     """
     journal = ItemJournal(folder / f"{bundle.manifest.catalog_version}.jsonl")
     used = None if replaced is None else replaced.catalog.journal
-    shared = used is not None and used.path.resolve() == journal.path.resolve()
+    shared = isinstance(used, ItemJournal) and used.path.resolve() == journal.path.resolve()
     return None if shared else journal
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from recserve.engine.beam_search_graph import BeamSearchGraphs, SearchLimits, SearchShape
 from recserve.engine.capture import EagerRecorder
-from recserve.features.catalog.item_journal import ItemJournal, JournalError
+from recserve.features.catalog.catalog_log import JournalError
+from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.catalog.versions import ChangeSet
 from recserve.schemas.events import EventInput, EventsRequest
 from recserve.schemas.items import (

@@ -8,27 +8,16 @@ file. A process that opens a bundle replays the journal. Only one process at a t
 
 from __future__ import annotations
 
-import base64
 import fcntl
-import json
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import msgspec
-import numpy as np
-
-from recserve.features.catalog.item_records import ItemRecord
-from recserve.features.catalog.versions import ChangeSet, ItemChange
-
-TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
-
-
-class JournalError(RuntimeError):
-    """The journal is damaged, cannot be written, or belongs to another process."""
+from recserve.features.catalog.catalog_log import JournalError
+from recserve.features.catalog.change_lines import format_line, parse_line
+from recserve.features.catalog.versions import ChangeSet
 
 
 @dataclass
@@ -46,8 +35,13 @@ class ItemJournal:
     num_changes: int = 0
     _file: IO[bytes] | None = field(default=None, repr=False)
 
-    def read(self) -> list[ChangeSet]:
-        """Returns all change sets in order. Raises JournalError if the file is damaged."""
+    @property
+    def name(self) -> str:
+        """Path of the file."""
+        return str(self.path)
+
+    def read(self, first: int = 0) -> list[ChangeSet]:
+        """Returns the change sets from a position on. Raises JournalError if one is damaged."""
         if not self.path.exists():
             return []
         lines = self.path.read_bytes().split(b"\n")
@@ -55,10 +49,15 @@ class ItemJournal:
         for number, line in enumerate(lines):
             if number == len(lines) - 1:
                 break  # after the last line end: nothing, or a line that a crash cut short
-            change_sets.append(_parse_line(line, self.path, number + 1))
+            try:
+                change_sets.append(parse_line(line))
+            except ValueError as error:
+                raise JournalError(
+                    f"{self.path}: line {number + 1} is damaged ({error})"
+                ) from error
             self.length += len(line) + 1
             self.num_changes += len(change_sets[-1])
-        return change_sets
+        return [each for each in change_sets if each.number >= first]
 
     def append(self, change_set: ChangeSet) -> None:
         """Appends a change set and syncs it to disk.
@@ -68,7 +67,7 @@ class ItemJournal:
                 has written since `read`.
         """
         file = self._open()
-        line = _format_line(change_set)
+        line = format_line(change_set)
         try:
             _write(file, line)
         except OSError as error:
@@ -89,7 +88,7 @@ class ItemJournal:
         """
         old = self._open()
         new_path = self.path.with_name(self.path.name + ".new")
-        text = b"".join(map(_format_line, change_sets))
+        text = b"".join(map(format_line, change_sets))
         try:
             new_path.unlink(missing_ok=True)
             file = new_path.open("ab", buffering=0)
@@ -103,6 +102,10 @@ class ItemJournal:
         old.close()
         self._file, self.length = file, len(text)
         self.num_changes = sum(map(len, change_sets))
+
+    def wait(self, first: int, timeout_s: float) -> bool:
+        """Returns False at once: while this process may write, no other one does."""
+        return False
 
     def close(self) -> None:
         """Closes the file, so that another process can write."""
@@ -156,58 +159,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _format_line(change_set: ChangeSet) -> bytes:
-    """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
-    fields: dict[str, Any] = {"number": change_set.number}
-    if change_set.changes:
-        fields["put"] = [_change_fields(change) for change in change_set.changes]
-    if change_set.hidden:
-        fields["hide"] = list(change_set.hidden)
-    plain = msgspec.to_builtins  # decimals, bytes and durations as texts
-    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=plain).encode()
-    return b"%08x %s\n" % (zlib.crc32(text), text)
-
-
-def _change_fields(change: ItemChange) -> dict[str, Any]:
-    """Returns an item change as JSON values."""
-    fields: dict[str, Any] = {
-        name: value
-        for name, value in vars(change.record).items()
-        if value is not None or name not in TIME_FIELDS
-    }
-    fields["attributes"] = dict(change.record.attributes)
-    if change.vector is not None and change.codes is not None:
-        raw = np.ascontiguousarray(change.vector, "<f4").tobytes()
-        fields["vector"] = base64.b64encode(raw).decode()
-        fields["codes"] = change.codes.tolist()
-    return fields
-
-
-def _parse_line(line: bytes, path: Path, number: int) -> ChangeSet:
-    """Parses a line. Raises JournalError if it is damaged."""
-    text = line[9:]
-    try:
-        if int(line[:8], 16) != zlib.crc32(text):
-            raise ValueError("the checksum differs")
-        fields = json.loads(text)
-        changes = tuple(_parse_change(one) for one in fields.get("put", ()))
-        return ChangeSet(int(fields["number"]), changes, tuple(fields.get("hide", ())))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise JournalError(f"{path}: line {number} is damaged ({error})") from error
-
-
-def _parse_change(fields: dict[str, Any]) -> ItemChange:
-    """Parses an item change."""
-    record = ItemRecord(
-        fields["item_id"],
-        fields["title"],
-        fields["categories"],
-        fields["attributes"],
-        **{name: int(fields[name]) for name in TIME_FIELDS if name in fields},
-    )
-    if "vector" not in fields:
-        return ItemChange(record)
-    vector = np.frombuffer(base64.b64decode(fields["vector"]), "<f4").astype(np.float32)
-    return ItemChange(record, vector, np.array(fields["codes"], np.uint16))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recserve.features.catalog.item_journal import ItemJournal, JournalError
+from recserve.features.catalog.catalog_log import JournalError
+from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.catalog.versions import ChangeSet
 
 

@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from recserve.engine.engine import Engine
-from recserve.features.catalog.item_journal import JournalError
+from recserve.features.catalog.catalog_log import JournalError
 from recserve.schemas.api import OPERATIONS, is_admin
 from recserve.server.errors import TABLE, is_inference
 from recserve.service import Service
