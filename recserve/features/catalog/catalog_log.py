@@ -1,7 +1,7 @@
 """The log of a live catalogue: all change sets, in one order, stored before they are served.
 
 The position of a change set is its number. Places that keep such a log: a file of one process
-(`ItemJournal`).
+(`ItemJournal`), and Redis for many processes (`RedisCatalogLog`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ from recserve.features.catalog.versions import ChangeSet
 
 class JournalError(RuntimeError):
     """The log is damaged, cannot be read or written, or belongs to another process."""
+
+
+class PositionTaken(JournalError):
+    """Another process has stored a change set at this position; read it first."""
+
+
+class PositionLost(JournalError):
+    """The log has lost a position that this process has applied; read it from the beginning."""
 
 
 class CatalogLog(Protocol):

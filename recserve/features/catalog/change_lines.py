@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from recserve.features.catalog.item_records import ItemRecord
+from recserve.bounds import MAX_ID_LENGTH, MAX_TIME_US
+from recserve.features.catalog.catalog import Catalog
+from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.versions import ChangeSet, ItemChange
 
 TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
@@ -23,6 +25,8 @@ def format_line(change_set: ChangeSet) -> bytes:
         fields["put"] = [_change_fields(change) for change in change_set.changes]
     if change_set.hidden:
         fields["hide"] = list(change_set.hidden)
+    if change_set.whole:
+        fields["whole"] = True
     plain = msgspec.to_builtins  # decimals, bytes and durations as texts
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=plain).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
@@ -51,7 +55,8 @@ def parse_line(line: bytes) -> ChangeSet:
     try:
         fields = json.loads(text)
         changes = tuple(_parse_change(one) for one in fields.get("put", ()))
-        return ChangeSet(int(fields["number"]), changes, tuple(fields.get("hide", ())))
+        hidden, whole = tuple(fields.get("hide", ())), bool(fields.get("whole", False))
+        return ChangeSet(int(fields["number"]), changes, hidden, whole)
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
@@ -69,3 +74,46 @@ def _parse_change(fields: dict[str, Any]) -> ItemChange:
         return ItemChange(record)
     vector = np.frombuffer(base64.b64decode(fields["vector"]), "<f4").astype(np.float32)
     return ItemChange(record, vector, np.array(fields["codes"], np.uint16))
+
+
+def check_change_set(change_set: ChangeSet, catalog: Catalog) -> None:
+    """Checks a change set that another process has written.
+
+    Args:
+        change_set: The change set.
+        catalog: The bundle's catalogue.
+
+    Raises:
+        ValueError: If the change set does not fit the catalogue.
+    """
+    changed = [change.record.item_id for change in change_set.changes]
+    for ids in (changed, change_set.hidden):
+        for item_id in ids:
+            if not isinstance(item_id, str) or not 1 <= len(item_id) <= MAX_ID_LENGTH:
+                raise ValueError(f"an item id is no text of 1 to {MAX_ID_LENGTH} characters")
+        if len(set(ids)) < len(ids):
+            raise ValueError("an item occurs twice")
+    if not change_set.whole and not set(changed).isdisjoint(change_set.hidden):
+        raise ValueError("an item is put and hidden")
+    for change in change_set.changes:
+        _check_change(change, catalog)
+
+
+def _check_change(change: ItemChange, catalog: Catalog) -> None:
+    """Raises ValueError if a change does not fit a catalogue."""
+    record = change.record
+    shown = repr(record.item_id[:80])
+    texts = [record.title, *record.categories] if isinstance(record.categories, list) else [None]
+    if not all(isinstance(text, str) for text in texts) or not isinstance(record.attributes, dict):
+        raise ValueError(f"item {shown}: title, categories or attributes are of another type")
+    check_attributes(record.attributes, catalog.items.attributes.schema)
+    for time_us in (record.available_from, record.expires_at, record.added_at):
+        if time_us is not None and not 0 <= time_us < MAX_TIME_US:
+            raise ValueError(f"item {shown}: time {time_us} is out of range")
+    if change.vector is None or change.codes is None:
+        return
+    sizes, dim = catalog.semantic_ids.codebook_sizes, int(catalog.vectors.shape[1])
+    if change.vector.shape != (dim,) or not np.isfinite(change.vector).all():
+        raise ValueError(f"item {shown}: expected a vector of {dim} finite numbers")
+    if change.codes.shape != (len(sizes),) or (change.codes >= np.array(sizes)).any():
+        raise ValueError(f"item {shown}: expected codes below {sizes}")

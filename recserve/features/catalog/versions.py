@@ -339,11 +339,15 @@ class ChangeSet:
         number: Number of the version that it makes.
         changes: Items that are inserted or updated.
         hidden: Ids of items that are hidden. A catalogue remembers those that it does not know.
+        whole: Whether it applies to the bundle's catalogue instead of the version before it.
+        epoch: Epoch of a log that several processes write, in which it was stored; 0 elsewhere.
     """
 
     number: int
     changes: tuple[ItemChange, ...] = ()
     hidden: tuple[str, ...] = ()
+    whole: bool = False
+    epoch: int = 0
 
     def __len__(self) -> int:
         return len(self.changes) + len(self.hidden)
