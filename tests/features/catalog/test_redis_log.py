@@ -131,13 +131,14 @@ def test_all_processes_get_the_changes_of_all_in_one_order(
     draw = np.random.default_rng(seed)
     kinds = (redis.Redis, Repeating, redis.Redis)
     all_of_them = [Follower(new_log(kind), catalog) for kind in kinds]
-    journal = ItemJournal(tmp_path / "v.jsonl")
+    journal, writes = ItemJournal(tmp_path / "v.jsonl"), 0
     for _ in range(40):
         one = all_of_them[draw.integers(3)]
         if draw.random() < 0.2 and one.version.number:  # it may be behind
             one.log.replace(difference(one.version).split())
         else:
             journal.append(one.write(draw_change(draw, catalog)))
+            writes += 1
     late = Follower(new_log(), catalog)
     filed = Follower(ItemJournal(journal.path), catalog)
     for one in (*all_of_them, late, filed):
@@ -146,7 +147,7 @@ def test_all_processes_get_the_changes_of_all_in_one_order(
     assert all(content == contents[0] for content in contents)
     # A difference does not name a hidden item's words, so only visible ones agree with the file.
     number, puts, hidden = filed.content()
-    assert number == contents[0][0] and hidden == contents[0][2]
+    assert number == contents[0][0] == writes and hidden == contents[0][2]
     shown = puts.keys() - hidden
     assert {k: puts[k] for k in shown} == {k: contents[0][1][k] for k in shown}
 
