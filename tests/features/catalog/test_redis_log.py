@@ -83,7 +83,7 @@ class Follower:
 
     def write(self, change_set):
         """Appends a change set at the next position, again after each one that came before it."""
-        while True:
+        for _ in range(100):
             self.follow()
             numbered = replace(change_set, number=self.version.number + 1)
             try:
@@ -92,6 +92,7 @@ class Follower:
                 continue
             self.follow()
             return numbered
+        raise AssertionError("every position was taken")
 
     def content(self):
         held = difference(self.version)
