@@ -23,10 +23,10 @@ from rich.table import Table
 
 from benchmarks.support.drawn import (
     drawn_catalogue,
+    drawn_prefixes,
     drawn_ranker,
-    drawn_ranking_root,
+    drawn_ranking_prefix,
     drawn_recommender,
-    drawn_roots,
 )
 from benchmarks.support.runs import machine, write_json
 from recserve.core.request import (
@@ -74,7 +74,7 @@ class Requests:
         text = language_model(2, size)
         models = EngineModels(self.recommender, self.ranker, text=text)
         self.engine = build_engine(models, EngineConfig(kv_bytes=2**28))
-        (root,) = drawn_roots(self.recommender, 50, 1, 99)
+        (root,) = drawn_prefixes(self.recommender, 50, 1, 99)
         self.slate = SlateQuery(prefix=root, trie=self.trie, k=10, beam_width=10)
 
     def text(self, prompt: int, tokens: int, before: int = 0) -> TextQuery:
@@ -87,7 +87,7 @@ class Requests:
 
     def large(self, kind: str, seed: int) -> list[Any]:
         """Returns the requests of one body of the largest size, for a user who is not cached."""
-        (root,) = drawn_roots(self.recommender, 50, 1, seed)
+        (root,) = drawn_prefixes(self.recommender, 50, 1, seed)
         empty = Prefix(NodeInputs(torch.empty(0, dtype=torch.int64)), np.empty(0, np.int64))
         match kind:
             case "recommend":
@@ -95,7 +95,7 @@ class Requests:
             case "rank, likelihood":
                 return [LikelihoodQuery(root, self.trie, np.arange(MOST_ITEMS))]
             case "rank":
-                history = drawn_ranking_root(self.ranker, 1000, seed)
+                history = drawn_ranking_prefix(self.ranker, 1000, seed)
                 pick = torch.arange(MOST_ITEMS) % len(history.inputs)
                 return [RankQuery(history, history.inputs.select(pick))]
             case "rerank":

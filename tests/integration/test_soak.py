@@ -15,7 +15,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
-from tests.support.recommenders import draw_root, make
+from tests.support.recommenders import draw_prefix, make
 from tests.support.text_engines import MAKERS, assert_forgotten
 from tests.support.text_plain import VOCABULARY, TableDrafter, drawn_model
 
@@ -47,7 +47,7 @@ def variants(random: np.random.Generator, trie, recommender, text) -> tuple[list
         how = Speculation(drafter, rule)
         requests.append(TextQuery(prompt, params, how, priority=number % 3))
     for number in range(20):
-        root = draw_root(recommender, 1 + number % 7, number)
+        root = draw_prefix(recommender, 1 + number % 7, number)
         requests.append(SlateQuery(prefix=root, trie=trie, k=4, beam_width=2 + number % 5))
     return requests, texts
 
