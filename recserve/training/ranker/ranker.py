@@ -57,7 +57,7 @@ class RankerRecipe:
         block: Step, in events, by which the window of recent events moves.
         negatives: Sampled items per positive.
         positives: Maximum number of a prefix's events that become candidates.
-        batch_prefixes: Prefixes per step.
+        batch_roots: Prefixes per step.
         validation_users: Maximum number of validation users, drawn once.
         validation_popular_share: Share of validation negatives that is drawn by popularity.
         ignored: Names of dense columns that are not used.
@@ -75,7 +75,7 @@ class RankerRecipe:
     block: int = 32
     negatives: int = 4
     positives: int = 16
-    batch_prefixes: int = 64
+    batch_roots: int = 64
     validation_users: int = 2000
     validation_popular_share: float = 0.5
     ignored: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ def fit_ranker(
         options.seed,
         recipe.negatives,
         recipe.positives,
-        recipe.batch_prefixes,
+        recipe.batch_roots,
         source.fold_vectors,
     )
     noise = np.random.default_rng(options.seed)

@@ -80,11 +80,11 @@ class RankingData:
         seed: int,
         negatives: int = 4,
         positives: int = 16,
-        batch_prefixes: int = 64,
+        batch_roots: int = 64,
         fold_vectors: Sequence[np.ndarray] = (),
     ) -> None:
         self.train, self.tables, self.seed = train, tables, seed
-        self.negatives, self.positives, self.batch_prefixes = negatives, positives, batch_prefixes
+        self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
         self.sampler = NegativeSampler(train, tables)
         self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
 
@@ -101,9 +101,9 @@ class RankingData:
         folds = np.array([w.user % len(self.folds) for w in windows])
         order = np.lexsort((sizes, folds))
         batches = [
-            part[first : first + self.batch_prefixes]
+            part[first : first + self.batch_roots]
             for part in np.split(order, np.cumsum(np.bincount(folds))[:-1])
-            for first in range(0, part.size, self.batch_prefixes)
+            for first in range(0, part.size, self.batch_roots)
         ]
         return [
             BatchPlan(
@@ -237,7 +237,7 @@ def held_batches(
     users: np.ndarray,
     sampler: NegativeSampler,
     held: HeldOut,
-    batch_prefixes: int = 32,
+    batch_roots: int = 32,
 ) -> Iterator[RankingBatch]:
     """Yields batches that rank each user's held-out event against sampled items.
 
@@ -250,14 +250,14 @@ def held_batches(
         users: Numbers of users with more than `held.held_back` events.
         sampler: Source of the negatives.
         held: Which event is held out, and what it is ranked against.
-        batch_prefixes: Prefixes per batch.
+        batch_roots: Prefixes per batch.
     """
     held_back = held.held_back
     noise = np.random.default_rng((held.seed, held_back))
     order = users[np.argsort(log.lengths()[users], kind="stable")]
-    for first in range(0, order.size, batch_prefixes):
+    for first in range(0, order.size, batch_roots):
         prefixes, parts, labels = [], [], []
-        chosen = order[first : first + batch_prefixes]
+        chosen = order[first : first + batch_roots]
         drawn = sampler.draw(chosen, held.negatives, noise, held.popular_share)
         for user, others in zip(chosen.tolist(), drawn, strict=True):
             events = EventColumns.of(log, user)

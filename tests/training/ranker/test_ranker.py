@@ -58,7 +58,7 @@ SMALL = RankerRecipe(
     long_items=12,
     recent_items=8,
     block=4,
-    batch_prefixes=32,
+    batch_roots=32,
     schedule=Schedule(epochs=6, learning_rate=1e-2, weight_decay=0.01, averaging=0.9),
 )
 CPU = TrainOptions(device="cpu", precision="float32")
@@ -98,7 +98,7 @@ def noise_vectors() -> np.ndarray:
 def make_data(log: EventLog, seed: int = 0) -> RankingData:
     train = log.leave_one_out().train
     tables = RankingTables.fit(train, topic_items(), noise_vectors(), 12, 8, 4)
-    return RankingData(train, tables, seed, negatives=3, positives=5, batch_prefixes=16)
+    return RankingData(train, tables, seed, negatives=3, positives=5, batch_roots=16)
 
 
 def test_ranker_learns_topics_and_which_of_them_convert(tmp_path) -> None:
@@ -191,7 +191,7 @@ def test_batches_hold_one_fold_and_all_users() -> None:
     log = topic_log(90)
     train = log.leave_one_out().train
     tables = RankingTables.fit(train, topic_items(), noise_vectors(), 12, 8, 4)
-    data = RankingData(train, tables, 0, batch_prefixes=16, fold_vectors=[noise_vectors()] * 4)
+    data = RankingData(train, tables, 0, batch_roots=16, fold_vectors=[noise_vectors()] * 4)
     plans = data.plan(0)
     assert all({w.user % 4 for w in plan.windows} == {plan.fold} for plan in plans)
     assert {w.user for plan in plans for w in plan.windows} == set(range(90))
@@ -227,7 +227,7 @@ def test_prefix_scores_the_same_in_any_batch() -> None:
     def scores(size: int) -> torch.Tensor:
         sampler = NegativeSampler(log, data.tables)
         found = held_batches(
-            log, data.tables, users, sampler, HeldOut(1, negatives=0), batch_prefixes=size
+            log, data.tables, users, sampler, HeldOut(1, negatives=0), batch_roots=size
         )
         with torch.no_grad():
             return torch.cat([score(model, batch) for batch in found])
