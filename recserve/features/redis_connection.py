@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 FAILURES = (RedisError, RedisClusterException)  # the second is no RedisError
+BACKOFF = ExponentialBackoff(cap=0.05, base=0.005)  # seconds
 RETRIES = 2
 NESTED_RETRIES = 1  # Sentinel and Cluster repeat the search for the primary and the command
 SENTINEL, CLUSTER = "sentinel", "cluster"
@@ -116,11 +117,11 @@ def connect(url: str, *, timeout_s: float = 0.25) -> Any:
 
 
 def describe(error: Exception) -> str:
-    """Returns an error of FAILURES in words for a log."""
+    """Returns an error of FAILURES in words, without the settings of its connection."""
     text = str(error)
     if isinstance(error, MasterNotFoundError):
         text = text.partition(" : ")[0]  # redis-py goes on with all settings of the connection
-    return f"redis: {type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}"
 
 
 def call_many(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -172,15 +173,11 @@ def _scan_of(client: Any, node: ClusterNode) -> Callable[..., tuple[int, list[by
     return scan
 
 
-def _retry(retries: int) -> Retry:
-    return Retry(ExponentialBackoff(cap=0.05, base=0.005), retries)
-
-
 def _single(options: dict[str, Any], secure: str) -> Any:
     classes = {"rediss": SSLConnection, "unix": UnixDomainSocketConnection}
     if secure in classes:
         options = options | {"connection_class": classes[secure]}
-    return redis.Redis.from_pool(redis.ConnectionPool(**options, retry=_retry(RETRIES)))
+    return redis.Redis.from_pool(redis.ConnectionPool(**options, retry=Retry(BACKOFF, RETRIES)))
 
 
 def _by_sentinel(
@@ -205,7 +202,7 @@ def _by_sentinel(
     own |= {name: options[name] for name in shared if name in options}
     once = {"retry": Retry(NoBackoff(), 0)}
     sentinels = Sentinel(nodes, sentinel_kwargs=own | once)  # type: ignore[no-untyped-call]
-    options["retry"] = _retry(NESTED_RETRIES)
+    options["retry"] = Retry(BACKOFF, NESTED_RETRIES)
     return sentinels.master_for(unquote(service), **options)  # type: ignore[no-untyped-call]
 
 
@@ -213,7 +210,7 @@ def _cluster(nodes: list[tuple[str, int]], options: dict[str, Any], secure: str)
     if secure == "rediss":
         options = options | {"ssl": True}
     startup = [ClusterNode(*node) for node in nodes]  # type: ignore[no-untyped-call]
-    return RedisCluster(startup_nodes=startup, retry=_retry(NESTED_RETRIES), **options)
+    return RedisCluster(startup_nodes=startup, retry=Retry(BACKOFF, NESTED_RETRIES), **options)
 
 
 def _options(query: str, scheme: str, kind: str) -> dict[str, Any]:

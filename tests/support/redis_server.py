@@ -67,15 +67,12 @@ def servers() -> Iterator[list[subprocess.Popen[bytes]]]:
             server.wait()
 
 
-def start_sentinel(
-    folder: Path, started: list[subprocess.Popen[bytes]], *more: str, password: str = ""
-) -> tuple[str, int]:
+def start_sentinel(folder: Path, started: list[subprocess.Popen[bytes]]) -> tuple[str, int]:
     """Starts a primary, a replica and a Sentinel; returns its address and the primary's port."""
-    server, primary = start_redis(folder, 0, *more)
+    server, primary = start_redis(folder)
     started.append(server)
     link = ["--replicaof", "127.0.0.1", str(primary), "--repl-diskless-sync-delay", "0"]
-    link += ["--masterauth", password] if password else []
-    replica, _ = start_redis(folder, 0, *more, *link)
+    replica, _ = start_redis(folder, 0, *link)
     started.append(replica)
     port = free_port()
     lines = [
@@ -85,7 +82,6 @@ def start_sentinel(
         f"sentinel monitor shop 127.0.0.1 {primary} 1",
         "sentinel down-after-milliseconds shop 500",
         "sentinel failover-timeout shop 2000",
-        *([f"sentinel auth-pass shop {password}"] if password else []),
     ]
     path = folder / "sentinel.conf"
     path.write_text("\n".join(lines) + "\n")
@@ -97,9 +93,7 @@ def start_sentinel(
     return f"127.0.0.1:{port}", primary
 
 
-def start_cluster(
-    folder: Path, started: list[subprocess.Popen[bytes]], *more: str
-) -> tuple[str, list[int]]:
+def start_cluster(folder: Path, started: list[subprocess.Popen[bytes]]) -> tuple[str, list[int]]:
     """Starts a cluster of three primaries and returns their addresses and ports."""
     ports = []
     for number in range(3):
@@ -107,7 +101,7 @@ def start_cluster(
         own.mkdir()
         cluster = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"]
         cluster += ["--cluster-port", str(free_port())]
-        server, port = start_redis(own, 0, *cluster, *more)
+        server, port = start_redis(own, 0, *cluster)
         started.append(server)
         ports.append(port)
     nodes = [redis.Redis("127.0.0.1", port) for port in ports]

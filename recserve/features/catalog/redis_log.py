@@ -13,7 +13,8 @@ A Redis that takes over from another one, or that starts again, may lack the las
 script that finds another server than the last time begins a new epoch at the end of the log. A
 process that has applied a position behind this end, in an earlier epoch, gets `PositionLost`.
 
-What is read is input from outside: its size is bounded in Redis, and all of it is checked.
+Other processes write the log. So Redis bounds the size of what a read returns, and the reader
+checks all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.catalog_log import JournalError, PositionLost, PositionTaken
 from recserve.features.catalog.change_lines import check_change_set, format_line, parse_line
 from recserve.features.catalog.versions import ChangeSet
-from recserve.features.redis_connection import FAILURES
+from recserve.features.redis_connection import FAILURES, describe
 
 PREFIX = "recserve:items:"
 MAX_ENTRY_BYTES = 64 << 20
@@ -288,4 +289,4 @@ class RedisCatalogLog:
         try:
             yield
         except FAILURES as error:
-            raise JournalError(f"{self.name}: {type(error).__name__}: {error}") from error
+            raise JournalError(f"{self.name}: {describe(error)}") from error

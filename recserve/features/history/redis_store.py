@@ -238,8 +238,8 @@ class RedisStore(HistoryStore):
 
         A call scans at most SCANS * SCANNED keys of the database. `next` names a place between two
         replies of Redis' SCAN, or a place within one, and with Sentinel or a cluster its server. A
-        page may repeat ids of the page before it after Redis resized its hash table, but a user who
-        is there all the time is listed, unless a cluster moves the user to another server.
+        page may repeat ids of the page before it after Redis resized its hash table. A user who is
+        there all the time is listed, unless a cluster moves the user to another server.
         """
         match = CURSOR.fullmatch(after or "0")
         if match is None:
@@ -257,8 +257,11 @@ class RedisStore(HistoryStore):
                     "the start"
                 )
             number = names.index(match[1] or "") if after is not None else 0
+
+            def at(place: str) -> str:
+                return f"{names[number]}-{place}" if names[number] else place
+
             for _ in range(SCANS):
-                mark = f"{names[number]}-" if names[number] else ""
                 # Two replies for the same place may hold different keys in a different order: a
                 # resized table has other buckets. So a place within a reply is the digest of the
                 # last id that was returned, and the reply counts up to the nearer end.
@@ -270,14 +273,13 @@ class RedisStore(HistoryStore):
                 ids += [key[len(PREFIX) :].decode() for _, key in new[:room]]
                 if len(new) > room:
                     inner = f".{end}.{new[room - 1][0].hex()}" if room else ""
-                    return StoredUsers(ids, f"{mark}{place}{inner}")
+                    return StoredUsers(ids, at(f"{place}{inner}"))
                 place, inside, last = end, False, b""
                 if not end:
                     number += 1
                     if number == len(servers):
                         return StoredUsers(ids, None)
-        mark = f"{names[number]}-" if names[number] else ""
-        return StoredUsers(ids, f"{mark}{place}")
+        return StoredUsers(ids, at(f"{place}"))
 
     def close(self) -> None:
         """Closes the connections."""
@@ -318,7 +320,7 @@ class RedisStore(HistoryStore):
         try:
             yield
         except FAILURES as error:
-            raise StoreUnavailable(describe(error)) from error
+            raise StoreUnavailable(f"redis: {describe(error)}") from error
 
 
 @dataclass(frozen=True)

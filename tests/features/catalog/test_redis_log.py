@@ -21,6 +21,7 @@ from recserve.features.catalog.versions import (
     difference,
     first_version,
 )
+from recserve.features.redis_connection import connect
 from tests.support.tiny_bundle import shared_bundle
 
 
@@ -308,3 +309,7 @@ def test_keys_of_a_catalogue_are_in_one_slot_and_a_server_that_is_gone_is_an_err
     for call in (gone.read, lambda: gone.wait(1, 0.1)):
         with pytest.raises(JournalError, match="redis recserve:items:"):
             call()
+    lost = RedisCatalogLog(connect("redis+sentinel://127.0.0.1:1/shop"), log._catalog)
+    with pytest.raises(JournalError, match="No master found") as refused:
+        lost.read()
+    assert "ConnectionPool" not in str(refused.value)  # redis-py names all its settings
