@@ -29,7 +29,7 @@ from recserve.core.request import Prefix, Request, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.evaluation.cases import leave_one_out_cases
-from recserve.features.tables.encoding import history_tokens, window_start
+from recserve.features.tables.encoding import window_start
 from recserve.features.vectors.item_graph import EDGES, link_items
 from recserve.kernels.item_graph import GraphWalk, ItemGraph, best_of_all, rows_of, search
 from recserve.kernels.trie.trie import Trie, build_trie
@@ -59,10 +59,9 @@ class Served:
         self.histories = [cases.history(case) for case in range(len(cases))]
 
     def prefix(self, history: np.ndarray) -> Prefix:
-        config = self.model.config
-        size = config.max_history_items
+        size = self.model.template.max_items
         rows = history[window_start(len(history), size, max(1, size // 4)) :]
-        tokens = history_tokens(rows, self.codes, config.codebook_sizes, config.input)
+        tokens = self.model.template.tokens(rows, self.codes)
         return Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
 
     def requests(self, strategy: str, graph: ItemGraph | None = None) -> list[SlateQuery]:

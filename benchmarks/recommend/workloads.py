@@ -16,7 +16,6 @@ from recserve.core.request import Prefix, Slate, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.evaluation.cases import leave_one_out_cases
-from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import Trie, build_trie
 from recserve.models.dense_retriever import DenseRetriever, RetrieverConfig
 from recserve.models.inputs import NodeInputs
@@ -158,9 +157,7 @@ def trained_subject(path: Path, users: int, dtype: torch.dtype, least: int = 1) 
     prefixes = []
     for case in range(len(cases)):
         history = cases.history(case)[-config.max_history_items :]
-        tokens = history_tokens(
-            history, catalog.semantic_ids.codes, config.codebook_sizes, config.input
-        )
+        tokens = model.template.tokens(history, catalog.semantic_ids.codes)
         prefixes.append(Prefix(NodeInputs(torch.from_numpy(tokens)), tokens))
     return Subject(
         model, build_trie(codes, config.codebook_sizes), load_heads(bundle, model), prefixes

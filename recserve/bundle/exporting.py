@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.files import new_folder
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.models.recommender import BOS, Recommender, load_recommender
+from recserve.models.prefix_template import BOS
+from recserve.models.recommender import Recommender, load_recommender
 from recserve.models.saving import save_language_model
 
 CONFIG, WEIGHTS, ITEMS = "config.json", "model.safetensors", "items.parquet"

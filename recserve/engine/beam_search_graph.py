@@ -46,7 +46,7 @@ from recserve.kernels.trie.fixed_trie import CAPACITY, NOWHERE, FixedTrie
 from recserve.kernels.trie.level_search import DEAD
 from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, counted
 from recserve.models.item_heads import SelfDraftHead
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import (
     Beams,
     BeamSearch,
@@ -284,7 +284,7 @@ class TargetInputs:
 
     def __init__(
         self,
-        model: Recommender,
+        model: SemanticIdModel,
         runner: Runner,
         kv: KVCache,
         trie: FixedTrie,
@@ -690,7 +690,7 @@ class BeamSearchGraphs(GraphSet[BeamSearchGraph]):
         self,
         runner: Runner,
         kv: KVCache,
-        model: Recommender,
+        model: SemanticIdModel,
         head: SelfDraftHead | None,
         limits: SearchLimits,
         recorder: Recorder,
@@ -819,7 +819,7 @@ def _filters(trie: FixedTrie, buckets: Seq[SearchBucket]) -> Filters:
 def cuda_searches(
     runner: Runner,
     kv: KVCache,
-    model: Recommender,
+    model: SemanticIdModel,
     head: SelfDraftHead | None,
     enabled: bool | None,
     limits: SearchLimits,

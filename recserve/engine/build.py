@@ -27,7 +27,7 @@ from recserve.kernels.cache.fp8 import pool_dtype
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.strategies.likelihood import likelihood_strategy
 from recserve.search.strategies.prewarm import PrewarmStrategy
 from recserve.search.strategies.prompt_scores import PromptStrategy
@@ -59,7 +59,7 @@ class EngineModels:
         drafters: Drafters of the language model, by name. `build_engine` adds `none`.
     """
 
-    recommender: Recommender | None = None
+    recommender: SemanticIdModel | None = None
     ranker: Ranker | None = None
     heads: Heads = Heads()
     text: LanguageModel | None = None
@@ -129,14 +129,14 @@ def warn_if_slow(name: str, dtype: torch.dtype, num_slots: int, longest: int) ->
         )  # fmt: skip
 
 
-def _warn(name: str, runner: Runner, model: Recommender | LanguageModel) -> None:
+def _warn(name: str, runner: Runner, model: SemanticIdModel | LanguageModel) -> None:
     """Logs what makes a model slow on CUDA."""
     if runner.pool.keys.is_cuda:
         slots = runner.pool.num_pages * runner.pool.page_size
         warn_if_slow(name, model.tokens.weight.dtype, slots, model.config.decoder.max_positions)
 
 
-def _add_recommender(engine: Engine, model: Recommender, heads: Heads) -> None:
+def _add_recommender(engine: Engine, model: SemanticIdModel, heads: Heads) -> None:
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)

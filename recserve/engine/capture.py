@@ -30,7 +30,7 @@ from recserve.engine.runner import LayerInputs, Runner
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.language_model import LanguageModel
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def is_cuda(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available()
 
 
-Model = Recommender | LanguageModel
+Model = SemanticIdModel | LanguageModel
 PREFILL_STATES = 16  # most last rows whose states are read: the last token, and placeholders
 PREFILL_LIMITS = CaptureLimits(seconds=20.0, bytes=2**30)
 # The outcome of a step that computes a prefix. `replayed` used a graph. The others were launched,

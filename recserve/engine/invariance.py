@@ -21,9 +21,9 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import PackedLinear, keep_rows_alike
 from recserve.models.ranker import NUM_GROUPS, Ranker
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 
-Model = LanguageModel | Recommender | Ranker
+Model = LanguageModel | SemanticIdModel | Ranker
 
 NODES = 24
 CHUNKS = (1, 2, 5, 17, 45)  # sizes of the chunks of a prefix
@@ -55,10 +55,13 @@ def invariant_runner(
             f"invariant: the {name} is on {adapter.device}, where products depend on the number of "
             "rows; serve it with device cpu"
         )
-    if isinstance(model, Recommender) and not model.config.autoregressive:
-        raise NotInvariant(
-            "invariant: this Recommender has only level heads, which this mode does not support"
-        )
+    items = None
+    if not isinstance(model, LanguageModel | Ranker):
+        items = model.items
+        if not model.config.autoregressive:
+            raise NotInvariant(
+                f"invariant: this {name} has only level heads, which this mode does not support"
+            )
     layers = model.layers if isinstance(model, Ranker) else model.decoder
     if not any(isinstance(module, PackedLinear) for module in layers.modules()):
         raise NotInvariant(
@@ -66,8 +69,8 @@ def invariant_runner(
             "pack_weights, where torch has oneDNN"
         )
     keep_rows_alike(model)
-    if isinstance(model, Recommender):
-        model.one_by_one = True
+    if items is not None:
+        items.one_by_one = True
     slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
     scratch = ExactPool(adapter.kv_shape, slots, 1, kv_dtype, adapter.device)
     with torch.inference_mode():
@@ -147,10 +150,13 @@ class _Trial:
             return model.heads(hidden)
         if isinstance(model, LanguageModel):
             return model.logits(hidden)
-        outputs = [model.level_logits(hidden, level) for level in range(model.config.num_levels)]
+        outputs = [
+            model.level_logits(hidden, level) for level in range(len(model.config.codebook_sizes))
+        ]
         outputs.append(model.full_logits(hidden))
-        if model.config.dense_head and model.num_bound_items:
-            outputs.append(model.dense_scores(hidden))
+        items = model.items
+        if model.config.dense_head and items is not None and items.num_bound_items:
+            outputs.append(items.dense_scores(hidden))
         return torch.cat([part.float() for part in outputs], dim=1)
 
 
@@ -177,14 +183,18 @@ def _inputs(model: Model, rows: int, draw: torch.Generator) -> NodeInputs:
 
     if isinstance(model, LanguageModel):
         return NodeInputs(numbers(0, model.config.vocab_size))
-    if isinstance(model, Recommender):
-        items = model.num_bound_items if model.config.input == "items" else 0
-        return NodeInputs(numbers(1, model.config.num_code_tokens + items))
-    config = model.config
-    return NodeInputs(
-        numbers(0, model.num_bound_items),
-        numbers(0, NUM_GROUPS),
-        numbers(0, config.num_types),
-        numbers(0, config.max_positions),
-        torch.randn(rows, config.dense_size, generator=draw),
-    )
+    if isinstance(model, Ranker):
+        sizes = model.config
+        return NodeInputs(
+            numbers(0, model.num_bound_items),
+            numbers(0, NUM_GROUPS),
+            numbers(0, sizes.num_types),
+            numbers(0, sizes.max_positions),
+            torch.randn(rows, sizes.dense_size, generator=draw),
+        )
+    config, items, first_item = model.config, model.items, model.template.first_item
+    levels = zip(config.level_offsets, config.codebook_sizes, strict=True)
+    stop = max(offset + size for offset, size in levels)
+    if items is not None and first_item is not None:
+        stop = first_item + items.num_bound_items
+    return NodeInputs(numbers(min(config.level_offsets), stop))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recserve.kernels.attention.attention import BatchAttention, tree_attention
 from recserve.kernels.attention.reference import SOFTMAX, Activation
@@ -22,7 +22,7 @@ from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import row_weights
 from recserve.models.ranker import Ranker
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import Network, SemanticIdModel
 
 
 class DeviceLost(RuntimeError):
@@ -59,7 +59,7 @@ class ModelAdapter(Protocol):
     activation: Activation
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Network:
         """The network."""
         ...
 
@@ -81,7 +81,7 @@ class DecoderAdapter:
 
     activation = SOFTMAX
 
-    def __init__(self, model: Recommender | LanguageModel) -> None:
+    def __init__(self, model: SemanticIdModel | LanguageModel) -> None:
         self.model = model
         decoder = model.config.decoder
         self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)

@@ -7,7 +7,7 @@ for `test`, all but the last. `Cases.sample` draws users; the items are never sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ class Cases:
         stops: [n] one past the last event of each history.
         held: [n] item row of the held-out event.
         users: [n] number of the user in the event log.
+        user_ids: Ids of the log's users. None: not known.
     """
 
     rows: Ints
@@ -38,14 +39,19 @@ class Cases:
     stops: Ints
     held: Ints
     users: Ints
+    user_ids: list[str] | None = None
 
     def __len__(self) -> int:
         return len(self.held)
 
     def take(self, which: Ints) -> Cases:
         """Returns the cases with the numbers `which`, in that order."""
-        return Cases(
-            self.rows, self.starts[which], self.stops[which], self.held[which], self.users[which]
+        return replace(
+            self,
+            starts=self.starts[which],
+            stops=self.stops[which],
+            held=self.held[which],
+            users=self.users[which],
         )
 
     def sample(self, size: int) -> Cases:
@@ -63,6 +69,10 @@ class Cases:
     def history(self, case: int) -> Ints:
         """Returns the [n] item rows of one case, oldest first."""
         return self.rows[self.starts[case] : self.stops[case]]
+
+    def user_id(self, case: int) -> str | None:
+        """Returns the id of the user of one case, None if ids are not known."""
+        return None if self.user_ids is None else self.user_ids[int(self.users[case])]
 
     def batches(self, size: int, shown: str | None = None) -> Iterator[Ints]:
         """Yields case numbers in batches; a batch holds histories of similar length.
@@ -117,4 +127,4 @@ def leave_one_out_cases(events: EventLog, split: Literal["valid", "test"]) -> Ca
         raise ValueError("no user has three events, so there is nothing to hold out")
     stops = offsets[1:][users] - (2 if split == "valid" else 1)
     rows = events.item_rows.astype(np.int64)
-    return Cases(rows, offsets[:-1][users], stops, rows[stops], users)
+    return Cases(rows, offsets[:-1][users], stops, rows[stops], users, events.user_ids)

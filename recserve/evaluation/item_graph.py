@@ -8,14 +8,14 @@ import numpy as np
 
 from recserve.bundle.bundle import ITEM_GRAPH
 from recserve.features.vectors.item_graph import ItemLinks, link_items
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 
 # In a smaller catalogue, scoring all items is faster than a graph search. The measured times are
 # in docs/results/performance.md.
 MIN_ITEMS = 32_768
 
 
-def links_of(model: Recommender, codes: np.ndarray) -> ItemLinks:
+def links_of(model: SemanticIdModel, codes: np.ndarray) -> ItemLinks:
     """Links similar items by the level embeddings that the level heads compare states with.
 
     Args:
@@ -25,12 +25,12 @@ def links_of(model: Recommender, codes: np.ndarray) -> ItemLinks:
     Returns:
         The edges of the graph.
     """
-    levels = range(model.config.num_levels)
-    books = [model.level_codes(level).detach().float().cpu().numpy() for level in levels]
+    items, levels = item_tables(model), range(len(model.config.codebook_sizes))
+    books = [items.level_codes(level).detach().float().cpu().numpy() for level in levels]
     return link_items(codes, books)
 
 
-def save_graph(model: Recommender, codes: np.ndarray, directory: Path) -> None:
+def save_graph(model: SemanticIdModel, codes: np.ndarray, directory: Path) -> None:
     """Writes the item graph of a model with level heads over at least MIN_ITEMS items.
 
     An earlier graph in the folder is deleted in any case, because its embeddings are out of date.

@@ -12,14 +12,14 @@ from torch import Tensor
 from recserve.core.request import Prefix, PrefixKeys, Request, Slate, SlateQuery, VectorIndex
 from recserve.engine.build import EngineModels, build_engine
 from recserve.evaluation.cases import Cases
-from recserve.features.tables.encoding import history_tokens, window_start
+from recserve.features.tables.encoding import window_start
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
-from recserve.models.config import RecommenderConfig
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import Recommender
+from recserve.models.prefix_template import PrefixTemplate
 from recserve.models.sasrec import SasRec
+from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.search.strategy import Heads
 
 Ints = NDArray[np.int64]
@@ -51,7 +51,7 @@ class Slates:
 
     def __init__(
         self,
-        model: Recommender,
+        model: SemanticIdModel,
         trie: Trie,
         codes: NDArray[np.generic],
         heads: Heads | None = None,
@@ -80,17 +80,17 @@ class Slates:
     def answers(self, cases: Cases, which: Ints, k: int, options: SlateOptions) -> list[Slate]:
         """Returns the engine's slates of the cases `which`, with scores and timing."""
         requests: list[Request] = [
-            self._request(cases.history(case), k, options) for case in which.tolist()
+            self._request(cases, case, k, options) for case in which.tolist()
         ]
         return [answer for answer in self.engine.run_many(requests) if isinstance(answer, Slate)]
 
     def forget(self, cases: Cases, which: Ints) -> None:
         """Drops the prefixes of these cases from the engine's cache, which makes them cold."""
         for case in which.tolist():
-            self.engine.forget(PrefixKeys(self._tokens(cases.history(case))))
+            self.engine.forget(PrefixKeys(prefix_tokens(self.model, self.codes, cases, case)))
 
-    def _request(self, history: Ints, k: int, options: SlateOptions) -> SlateQuery:
-        tokens = self._tokens(history)
+    def _request(self, cases: Cases, case: int, k: int, options: SlateOptions) -> SlateQuery:
+        tokens = prefix_tokens(self.model, self.codes, cases, case)
         inputs = NodeInputs(torch.from_numpy(tokens).to(self.trie.device))
         return SlateQuery(
             prefix=Prefix(inputs, tokens),
@@ -98,17 +98,12 @@ class Slates:
             k=k,
             beam_width=options.width,
             strategy=options.strategy,
-            excluded=history if options.filtered else None,
+            excluded=cases.history(case) if options.filtered else None,
             dense_weight=options.dense_weight,
             graph=options.graph,
             index=self.index,
             outcome=options.outcome,
         )
-
-    def _tokens(self, history: Ints) -> Ints:
-        config = self.model.config
-        rows = model_window(history, config)
-        return history_tokens(rows, self.codes, config.codebook_sizes, config.input)
 
 
 def rows_of(answers: list[Slate], k: int) -> Ints:
@@ -119,15 +114,23 @@ def rows_of(answers: list[Slate], k: int) -> Ints:
     return slates
 
 
-def model_window(history: Ints, config: RecommenderConfig) -> Ints:
+def prefix_tokens(
+    model: SemanticIdModel, codes: NDArray[np.generic], cases: Cases, case: int
+) -> Ints:
+    """Returns the tokens of a case's prefix, as the server makes them. codes: [I, L]."""
+    rows = model_window(cases.history(case), model.template)
+    return model.template.tokens(rows, codes, cases.user_id(case))
+
+
+def model_window(history: Ints, template: PrefixTemplate) -> Ints:
     """Returns the part of a history that the model reads, cut as in the server."""
-    size = config.max_history_items
+    size = template.max_items
     return history[window_start(len(history), size, max(1, size // 4)) :]
 
 
 @torch.no_grad()
 def dense_log_p(
-    model: Recommender, codes: NDArray[np.generic], cases: Cases, which: Ints
+    model: SemanticIdModel, codes: NDArray[np.generic], cases: Cases, which: Ints
 ) -> NDArray[np.float32]:
     """Returns the log-probability of every item under the dense head, after each history.
 
@@ -140,22 +143,21 @@ def dense_log_p(
     Returns:
         [n, I] float32 log-probabilities.
     """
-    config, device = model.config, model.item_tokens.device
+    device = model.tokens.weight.device
     prefixes = [
-        torch.from_numpy(history_tokens(rows, codes, config.codebook_sizes, config.input))
-        for rows in (model_window(cases.history(case), config) for case in which.tolist())
+        torch.from_numpy(prefix_tokens(model, codes, cases, case)) for case in which.tolist()
     ]
     tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True).to(device)
     positions = torch.arange(tokens.shape[1], device=device)
-    hidden = model(tokens, positions, DenseAttention())
+    hidden = model.decoder(model.embed(tokens), positions, DenseAttention())
     last = torch.tensor([len(prefix) - 1 for prefix in prefixes], device=device)
     states = hidden[torch.arange(len(prefixes), device=device), last]
-    log_p: NDArray[np.float32] = model.dense_scores(states).cpu().numpy()
+    log_p: NDArray[np.float32] = item_tables(model).dense_scores(states).cpu().numpy()
     return log_p
 
 
 def dense_slates(
-    model: Recommender,
+    model: SemanticIdModel,
     codes: NDArray[np.generic],
     cases: Cases,
     which: Ints,

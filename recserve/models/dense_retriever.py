@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from recserve.files import read_record, regular_file
 from recserve.models.config import MAX_ROWS, check_number
 from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
@@ -119,7 +120,7 @@ class DenseRetriever(nn.Module):
 @torch.no_grad()
 def item_vectors(
     retriever: DenseRetriever,
-    recommender: Recommender,
+    recommender: SemanticIdModel,
     rows: Tensor | None = None,
     chunk: int = 16_384,
 ) -> Tensor:
@@ -131,10 +132,11 @@ def item_vectors(
         rows: [n] item rows. None means all bound items.
         chunk: Items computed at once.
     """
+    items = item_tables(recommender)
     if rows is None:
-        rows = torch.arange(recommender.num_bound_items)
-    rows = rows.to(recommender.item_tokens.device)
-    parts = [retriever.items(recommender.embed_items(part)) for part in torch.split(rows, chunk)]
+        rows = torch.arange(items.num_bound_items)
+    rows = rows.to(items.item_tokens.device)
+    parts = [retriever.items(items.embed_items(part)) for part in torch.split(rows, chunk)]
     return torch.cat(parts).float().cpu()
 
 
@@ -147,7 +149,7 @@ def save_retriever(retriever: DenseRetriever, directory: Path | str) -> None:
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def load_retriever(directory: Path | str, recommender: Recommender) -> DenseRetriever:
+def load_retriever(directory: Path | str, recommender: SemanticIdModel) -> DenseRetriever:
     """Reads what `save_retriever` wrote, in eval mode, on the recommender's device.
 
     Raises:

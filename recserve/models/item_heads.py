@@ -33,6 +33,7 @@ from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
 from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
@@ -268,7 +269,7 @@ def save_self_draft(head: SelfDraftHead, directory: Path | str) -> None:
     (folder / "config.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
-def load_self_draft(directory: Path | str, target: Recommender) -> SelfDraftHead:
+def load_self_draft(directory: Path | str, target: SemanticIdModel) -> SelfDraftHead:
     """Reads what `save_self_draft` wrote, in eval mode, on the target's device.
 
     Raises:

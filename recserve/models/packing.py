@@ -28,6 +28,7 @@ from recserve.kernels.linear.products import (
 from recserve.kernels.native.native import LANES
 from recserve.models.decoder import Decoder, DecoderLayer, Silu
 from recserve.models.language_model import LanguageModel
+from recserve.models.semantic_id_model import Network
 
 
 class PackedLinear(nn.Module):
@@ -81,7 +82,7 @@ def packable(weight: Tensor) -> bool:
     return weight.is_cpu and (onednn_multiplies(weight.dtype) or products.runs_in_c(weight))
 
 
-def row_weights(model: nn.Module) -> int:
+def row_weights(model: Network) -> int:
     """Returns the number of weights of all linear layers: the multiply-adds of one row."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
     return sum(
@@ -153,7 +154,7 @@ def pack_layers(model: nn.Module, *names: str) -> None:
             setattr(model, name, PackedLinear(layer.weight, layer.bias))
 
 
-def keep_rows_alike(model: nn.Module) -> None:
+def keep_rows_alike(model: Network) -> None:
     """Makes the bits of SiLU independent of an element's position, as those of products are."""
     for module in model.modules():
         if isinstance(module, Silu):

@@ -28,10 +28,9 @@ from recserve.models.growable_table import with_rows
 from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
+from recserve.models.prefix_template import BOS, HistoryTemplate
 from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
-
-BOS = 0
 
 
 class Recommender(nn.Module):
@@ -44,6 +43,7 @@ class Recommender(nn.Module):
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__()
         self.config = config
+        self.template = HistoryTemplate.of(config)
         size = config.decoder.hidden_size
         self.tokens = nn.Embedding(config.num_code_tokens, size)
         self.decoder = Decoder(config.decoder)
@@ -73,6 +73,11 @@ class Recommender(nn.Module):
             self.head.weight = self.tokens.weight
         if config.dense_head:
             nn.init.eye_(self.dense_query.weight)
+
+    @property
+    def items(self) -> Recommender:
+        """The model itself: it knows the items that are bound (`ItemTables`)."""
+        return self
 
     def bind_items(self, codes: Tensor, vectors: Tensor | None = None) -> None:
         """Binds the catalogue that `items` embeds and the dense head scores.

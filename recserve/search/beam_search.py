@@ -68,7 +68,7 @@ from recserve.kernels.trie.level_search import DEAD, ChildQuery, find_keys, want
 from recserve.kernels.trie.native import BeamKind, NativeDescent, StateKind, passed_prefixes
 from recserve.kernels.trie.trie import BatchFilter, Trie
 from recserve.models.item_heads import SelfDraftHead
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.filters import RequestFilters, leaf_filter
 from recserve.search.trie_paths import (
     PathDraft,
@@ -188,7 +188,7 @@ class BeamSearch:
         extra_rounds: Rounds that scored paths that the draft lacked.
     """
 
-    model: Recommender
+    model: SemanticIdModel
     sequences: tuple[SearchSequence, ...]
     requests: list[SlateQuery]
     trie: Trie
@@ -205,7 +205,10 @@ class BeamSearch:
 
     @staticmethod
     def start(
-        model: Recommender, sequences: Seq[SearchSequence], thresholds: bool, filtered: bool = True
+        model: SemanticIdModel,
+        sequences: Seq[SearchSequence],
+        thresholds: bool,
+        filtered: bool = True,
     ) -> BeamSearch:
         """Returns a search at level 0, the empty path of each request.
 
@@ -708,7 +711,7 @@ class TargetScores:
 
     contexts = None
 
-    def __init__(self, model: Recommender, path_states: PathStates) -> None:
+    def __init__(self, model: SemanticIdModel, path_states: PathStates) -> None:
         self.model, self.native = model, model.search
         self.find_unscored, self.of_paths = path_states.find_unscored, path_states.of_paths
         self.states: Tensor | None = None

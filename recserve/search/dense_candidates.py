@@ -17,6 +17,7 @@ from torch import Tensor
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD, find_keys
 from recserve.kernels.trie.trie import LeafFilter, Trie
+from recserve.models.semantic_id_model import item_tables
 from recserve.search.beam_search import (
     Beams,
     BeamSearch,
@@ -37,9 +38,10 @@ def add_candidates(search: BeamSearch) -> None:
     if not any(r.dense_weight for r in requests):
         return
     removed, replaced = search.trie.removed_rows, search.trie.replaced_rows
-    dense = search.model.dense_scores(search.last_hidden, search.trie.num_rows, replaced)
-    if (bonus := search.model.history_bonus) is not None:
-        first_item = search.model.config.num_code_tokens
+    items = item_tables(search.model)
+    dense = items.dense_scores(search.last_hidden, search.trie.num_rows, replaced)
+    if (bonus := items.history_bonus) is not None:
+        first_item = search.model.template.first_item
         tokens = [r.prefix.keys for r in requests]
         bonus.add_to(dense, [each[each >= first_item] - first_item for each in tokens])
     open_scores = dense.clone()

@@ -16,7 +16,7 @@ from recserve.core.plugins import Pluggable, with_plugins
 from recserve.core.strategy import Strategy
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.item_heads import SelfDraftHead
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 
 ENTRY_POINTS = "recserve.strategies"
 # Reports list strategies in this order.
@@ -77,7 +77,7 @@ class RecommendStrategy(Strategy, Pluggable):
 
     @classmethod
     @abstractmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender, None if a required model or head is missing."""
 
 
@@ -91,7 +91,7 @@ def strategy_classes() -> Mapping[str, type[RecommendStrategy]]:
     return with_plugins(ENTRY_POINTS, RecommendStrategy, list(map(resolve_name, BUILT_IN)))
 
 
-def recommend_strategies(model: Recommender, heads: Heads) -> dict[str, RecommendStrategy]:
+def recommend_strategies(model: SemanticIdModel, heads: Heads) -> dict[str, RecommendStrategy]:
     """Returns the strategies by name that a recommender and its trained heads support."""
     strategies = {name: cls.from_models(model, heads) for name, cls in strategy_classes().items()}
     return {name: strategy for name, strategy in strategies.items() if strategy is not None}

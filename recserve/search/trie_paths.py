@@ -33,7 +33,7 @@ from recserve.kernels.trie.level_search import (
 )
 from recserve.kernels.trie.trie import Trie
 from recserve.models.inputs import NodeInputs
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 
 LANES = 16  # pads rows to whole vectors, so that sums do not depend on the number of empty columns
 
@@ -129,7 +129,9 @@ def needed_paths(trie: Trie, trie_nodes: Tensor, owners: Tensor, skip: bool) -> 
     return keys
 
 
-def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor, Tensor | None]:
+def level_scores(
+    model: SemanticIdModel, hidden: Tensor, level: int
+) -> tuple[Tensor, Tensor | None]:
     """Returns the logits of one level's codes, and their normaliser.
 
     Args:
@@ -150,7 +152,7 @@ def level_scores(model: Recommender, hidden: Tensor, level: int) -> tuple[Tensor
 
 
 def level_log_probs(
-    model: Recommender, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
+    model: SemanticIdModel, hidden: Tensor, level: int, codes: Tensor, valid: Tensor
 ) -> Tensor:
     """Returns [n, M] float32 log-probabilities of given codes at one level.
 
@@ -192,7 +194,7 @@ def path_log_probs(
 
 
 def first_scores(
-    trie: Trie, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: Recommender
+    trie: Trie, trie_nodes: Tensor, owners: Tensor, last_hidden: Tensor, model: SemanticIdModel
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's first code.
 
@@ -211,7 +213,12 @@ def first_scores(
 
 
 def path_scores(
-    trie: Trie, trie_nodes: Tensor, owners: Tensor, keys: Tensor, hidden: Tensor, model: Recommender
+    trie: Trie,
+    trie_nodes: Tensor,
+    owners: Tensor,
+    keys: Tensor,
+    hidden: Tensor,
+    model: SemanticIdModel,
 ) -> Tensor:
     """Returns [M] the log-probability of each candidate's codes after the first.
 

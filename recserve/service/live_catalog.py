@@ -491,10 +491,11 @@ class LiveCatalog:
             return torch.from_numpy(vectors), torch.from_numpy(trained_rows)
 
         # The arrays of the tail begin after the bundle's own rows.
-        if recommender is not None and recommender.num_bound_items < items.num_rows:
-            first = recommender.num_bound_items - len(items.base)
+        tables = None if recommender is None else recommender.items
+        if tables is not None and tables.num_bound_items < items.num_rows:
+            first = tables.num_bound_items - len(items.base)
             codes = torch.from_numpy(items.codes.tail[first:].astype("int64"))
-            recommender.append_items(codes, *read_tail(first))
+            tables.append_items(codes, *read_tail(first))
         if ranker is not None and ranker.num_bound_items < items.num_rows:
             ranker.append_items(*read_tail(ranker.num_bound_items - len(items.base)))
 

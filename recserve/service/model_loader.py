@@ -19,7 +19,8 @@ from recserve.models.item_heads import SelfDraftHead, load_self_draft
 from recserve.models.loading import DTYPES
 from recserve.models.packing import pack_weights
 from recserve.models.ranker import load_ranker
-from recserve.models.recommender import Recommender, load_recommender
+from recserve.models.recommender import load_recommender
+from recserve.models.semantic_id_model import Network, SemanticIdModel
 from recserve.search.device_index import DeviceIndex
 from recserve.search.strategy import Heads
 from recserve.service.memory import ModelSize, fitting_dtypes
@@ -107,7 +108,7 @@ def load_models(
     return EngineModels(recommender, ranker, heads)
 
 
-def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
+def load_heads(bundle: Bundle, recommender: SemanticIdModel) -> Heads:
     """Loads the draft heads and the retriever that the bundle contains.
 
     A head that was trained on another recommender would propose useless items. It is skipped with
@@ -145,7 +146,7 @@ def load_heads(bundle: Bundle, recommender: Recommender) -> Heads:
 
 
 def item_index(
-    recommender: Recommender | None, heads: Heads, device: Device = "cpu"
+    recommender: SemanticIdModel | None, heads: Heads, device: Device = "cpu"
 ) -> VersionIndex | DeviceIndex | None:
     """Returns a search index over the retriever's item vectors; None without a retriever.
 
@@ -237,5 +238,5 @@ def resolve_dtype(
     return found
 
 
-def _count_parameters(model: torch.nn.Module) -> int:
+def _count_parameters(model: Network) -> int:
     return sum(p.numel() for p in model.parameters())

@@ -21,10 +21,10 @@ from recserve.features.ranking.ranking import (
     window_columns,
 )
 from recserve.features.ranking.ranking_tables import RankingTables
-from recserve.features.tables.encoding import history_tokens, window_start
-from recserve.models.config import RecommenderConfig
+from recserve.features.tables.encoding import window_start
 from recserve.models.inputs import NodeInputs
 from recserve.models.ranker import node_inputs
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.service.event_types import EventTypes
 from recserve.service.history import History
 from recserve.service.snapshot import Snapshot
@@ -34,62 +34,65 @@ Parts = tuple[bytes, ...]
 
 
 class RecommenderPrefixBuilder:
-    """Builds prefixes of the recommender: the tokens of a begin token and of the last items.
+    """Builds prefixes of the recommender: the tokens that its template makes of the last events.
 
     The window of items slides by whole blocks, so that a prefix stays cached for several events.
 
     Attributes:
         config: Configuration of the recommender.
+        template: Makes the tokens.
         device: Device of the tokens.
         block: Number of events by which the window slides.
     """
 
-    def __init__(self, config: RecommenderConfig, device: torch.device) -> None:
-        self.config = config
+    def __init__(self, model: SemanticIdModel, device: torch.device) -> None:
+        self.config, self.template = model.config, model.template
         self.device = device
-        self.block = max(1, config.max_history_items // 4)
+        self.block = max(1, self.template.max_items // 4)
 
     def count_used(self, num_events: int) -> int:
         """Returns how many of a history's events are in the prefix."""
         return num_events - self._start(num_events)
 
-    def build(self, snapshot: Snapshot, rows: np.ndarray) -> Prefix:
+    def build(self, snapshot: Snapshot, rows: np.ndarray, user: str | None) -> Prefix:
         """Returns the prefix of a history.
 
         Args:
             snapshot: The catalogue version.
             rows: [n] int64 item rows, oldest first.
+            user: Id of the user. None if the request names none.
         """
-        tokens = self._tokens(snapshot, rows[self._start(rows.size) :])
+        rows = rows[self._start(rows.size) :]
+        tokens = self.template.tokens(rows, snapshot.items.codes, user)
         return Prefix(NodeInputs(torch.from_numpy(tokens).to(self.device)), tokens)
 
     def stale_keys(
-        self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray
+        self, snapshot: Snapshot, rows: np.ndarray, left: np.ndarray, user: str
     ) -> Iterator[PrefixKeys]:
         """Yields the keys of cached prefixes to drop after a history has changed.
 
-        While a history grows, its prefixes are beginnings of the longest prefix of each window. So
-        one key per window covers all of them.
+        If the template grows, the prefixes of a history are beginnings of the longest prefix of
+        each window. So one key per window covers all of them.
 
         Args:
             snapshot: The catalogue version.
             rows: [n] int64 item rows of the former history, oldest first.
             left: [m] int64 item rows of the current history. The common beginning stays cached.
+            user: Id of the user.
         """
+        codes, template = snapshot.items.codes, self.template
         same = _same_beginning([(rows, left)])
-        # Maps each window start to the longest history that had it; later lengths overwrite.
-        starts = {self._start(n): n for n in range(same + 1, rows.size + 1)}
-        for start, stop in starts.items():
-            tokens = self._tokens(snapshot, rows[start:stop])
-            kept = self._tokens(snapshot, rows[start : max(same, start)]).size
+        windows = [(self._start(n), n) for n in range(same + 1, rows.size + 1)]
+        if template.grows:  # only the longest history of each start
+            windows = list(dict(windows).items())
+        for start, stop in windows:
+            tokens = template.tokens(rows[start:stop], codes, user)
+            common = template.tokens(rows[start : max(same, start)], codes, user)
+            kept = common.size if template.grows else _same_beginning([(tokens, common)])
             yield PrefixKeys(tokens, 0, kept)
 
     def _start(self, num_events: int) -> int:
-        return window_start(num_events, self.config.max_history_items, self.block)
-
-    def _tokens(self, snapshot: Snapshot, rows: np.ndarray) -> np.ndarray:
-        codes = snapshot.items.codes
-        return history_tokens(rows, codes, self.config.codebook_sizes, self.config.input)
+        return window_start(num_events, self.template.max_items, self.block)
 
 
 class RankerPrefixBuilder:

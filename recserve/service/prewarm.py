@@ -55,7 +55,7 @@ class Prewarm:
         for user_id, history in histories:
             self._drop(user_id)
             try:
-                for request in self._requests(history, snapshot):
+                for request in self._requests(user_id, history, snapshot):
                     self._submit(user_id, request)
                     begun += 1
             except (QueueFull, RequestTooLarge):
@@ -73,19 +73,25 @@ class Prewarm:
         """
         for user_id in revisions:
             self._drop(user_id)
-        stale = [keys for each in revisions.values() for keys in self._stale_keys(each, snapshot)]
+        stale = [
+            keys
+            for user_id, revision in revisions.items()
+            for keys in self._stale_keys(user_id, revision, snapshot)
+        ]
         self.engine.forget(*stale)
 
-    def _stale_keys(self, revision: Revision, snapshot: Snapshot) -> Iterator[PrefixKeys]:
+    def _stale_keys(
+        self, user_id: str, revision: Revision, snapshot: Snapshot
+    ) -> Iterator[PrefixKeys]:
         before = revision.before
         left = EMPTY_HISTORY if revision.after is None else revision.after
         if self.recommender is not None:
-            yield from self.recommender.stale_keys(snapshot, before.rows, left.rows)
+            yield from self.recommender.stale_keys(snapshot, before.rows, left.rows, user_id)
         if self.ranker is not None:
             yield from self.ranker.stale_keys(snapshot, before, left)
             self.ranker.forget(None if revision.after is None else before)
 
-    def _requests(self, history: History, snapshot: Snapshot) -> list[Request]:
+    def _requests(self, user_id: str, history: History, snapshot: Snapshot) -> list[Request]:
         if not history.rows.size:
             return []
         until_s = time.monotonic() + PREWARM_TIMEOUT_S
@@ -94,7 +100,7 @@ class Prewarm:
             prefix = self.ranker.build_user(snapshot, history)
             requests.append(PrewarmQuery(prefix, "ranker", until_s))
         if self.recommender is not None:
-            prefix = self.recommender.build(snapshot, history.rows)
+            prefix = self.recommender.build(snapshot, history.rows, user_id)
             requests.append(PrewarmQuery(prefix, "recommender", until_s))
         return requests
 

@@ -121,7 +121,12 @@ class RankService(ItemService[RankRequest, RankResponse]):
         queries: list[Request] = []
         if candidates:
             query, ignored = scorer.build_query(
-                snapshot, history, candidates, rows, call.deadline_s
+                snapshot,
+                None if body.user is None else body.user.id,
+                history,
+                candidates,
+                rows,
+                call.deadline_s,
             )
             queries.append(query)
             degraded += ignored
@@ -165,6 +170,7 @@ class ItemScorer(Protocol):
     def build_query(
         self,
         snapshot: Snapshot,
+        user: str | None,
         history: History,
         candidates: Sequence[Candidate],
         rows: np.ndarray,
@@ -174,6 +180,7 @@ class ItemScorer(Protocol):
 
         Args:
             snapshot: The catalogue version.
+            user: Id of the user. None if the request names none.
             history: The user's history.
             candidates: M candidates of the request.
             rows: [M] int64 item rows; all candidates exist in the catalogue.
@@ -199,6 +206,7 @@ class RankerScorer:
     def build_query(
         self,
         snapshot: Snapshot,
+        user: str | None,
         history: History,
         candidates: Sequence[Candidate],
         rows: np.ndarray,
@@ -259,13 +267,14 @@ class LikelihoodScorer:
     def build_query(
         self,
         snapshot: Snapshot,
+        user: str | None,
         history: History,
         candidates: Sequence[Candidate],
         rows: np.ndarray,
         deadline_s: float | None,
     ) -> tuple[Request, list[str]]:
         """Builds the engine's query; ignores features and `shown_at`."""
-        prefix = self.prefixes.build(snapshot, history.rows)
+        prefix = self.prefixes.build(snapshot, history.rows, user)
         ignored = ["features_ignored"] if _have_features(candidates) else []
         if _have_times(candidates):
             ignored.append("shown_at_ignored")

@@ -167,7 +167,9 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             return Prepared((), finish)
         assert self.prefixes is not None
         query = SlateQuery(
-            prefix=self.prefixes.build(snapshot, history.rows),
+            prefix=self.prefixes.build(
+                snapshot, history.rows, None if body.user is None else body.user.id
+            ),
             trie=snapshot.trie,
             graph=snapshot.graph,
             index=snapshot.index,

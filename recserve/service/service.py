@@ -191,7 +191,7 @@ class Service:
             )
             item_prefixes = ranker_prefixes = None
             if networks.recommender is not None:
-                item_prefixes = RecommenderPrefixBuilder(networks.recommender.config, place)
+                item_prefixes = RecommenderPrefixBuilder(networks.recommender, place)
             if tables is not None:
                 seed = _make_seed(bundle.manifest.model_version)
                 ranker_prefixes = RankerPrefixBuilder(tables, types, seed, place)

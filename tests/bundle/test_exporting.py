@@ -15,7 +15,6 @@ from recserve.bundle.exporting import export_llama
 from recserve.cli.app import app
 from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
-from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.config import DecoderConfig, RecommenderConfig
 from recserve.models.inputs import NodeInputs
@@ -88,9 +87,7 @@ def test_transformers_alone_gives_our_slates(bundle, tmp_path):
             )
         by_tokens = {tuple(tokens): item for item, tokens in items.items()}
         expected = [by_tokens[tuple(row[start:].tolist())] for row in out.sequences]
-        tokens = history_tokens(
-            rows, catalog.semantic_ids.codes, catalog.semantic_ids.codebook_sizes, "codes"
-        )
+        tokens = model.template.tokens(rows, catalog.semantic_ids.codes)
         root = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
         assert tokens.tolist() == prompt
         slate = build_engine(EngineModels(model)).run(

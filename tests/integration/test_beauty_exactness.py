@@ -20,7 +20,6 @@ from recserve.core.request import Prefix, SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.evaluation.cases import leave_one_out_cases
-from recserve.features.tables.encoding import history_tokens
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import load_self_draft
@@ -98,9 +97,7 @@ def asked(request, tmp_path_factory):
         made = []
         for case in range(len(cases)):
             history = cases.history(case)
-            tokens = history_tokens(
-                history[-20:], catalog.semantic_ids.codes, model.config.codebook_sizes, "items"
-            )
+            tokens = model.template.tokens(history[-20:], catalog.semantic_ids.codes)
             prefix = Prefix(NodeInputs(torch.from_numpy(tokens)), tokens)
             seen = history if case % 2 else None
             made.append(

@@ -11,7 +11,7 @@ from torch import Tensor
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Results
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import BeamSearch
 from recserve.search.dense_candidates import (
     add_candidates,
@@ -36,13 +36,13 @@ class BeamStrategy(RecommendStrategy):
     captured_search = "beam"
     missing = "this recommender predicts all levels at once; choose strategy rpg"
 
-    def __init__(self, model: Recommender) -> None:
+    def __init__(self, model: SemanticIdModel) -> None:
         self.model = model
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
 
     @classmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for every recommender that predicts codes one after another."""
         return cls(model) if model.config.autoregressive else None
 
@@ -101,6 +101,6 @@ class BeamStrategy(RecommendStrategy):
         return with_trees(slates(state, exact=self.exact), state)
 
 
-def level_offsets_of(model: Recommender) -> Tensor:
+def level_offsets_of(model: SemanticIdModel) -> Tensor:
     """Returns [L] the first token of each level, on the model's device."""
     return torch.tensor(model.config.level_offsets, device=model.tokens.weight.device)

@@ -29,7 +29,7 @@ from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidd
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.models.dense_retriever import DenseRetriever
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.device_index import DeviceIndex
 from recserve.search.strategy import Heads, RecommendStrategy
 
@@ -55,7 +55,7 @@ class DenseStrategy(OneRoundStrategy, RecommendStrategy):
         self.scale = np.float32(retriever.scale.item())
 
     @classmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender with a retriever."""
         if heads.retriever is None or not model.config.autoregressive:
             return None

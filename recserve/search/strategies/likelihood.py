@@ -18,7 +18,7 @@ from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidd
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.trie_paths import (
     PathDraft,
@@ -45,7 +45,7 @@ class ItemDraft(PathDraft):
 class LikelihoodStrategy(OneRoundStrategy):
     """Log-probability of given items, from one tree of their merged paths in one round."""
 
-    def __init__(self, model: Recommender) -> None:
+    def __init__(self, model: SemanticIdModel) -> None:
         self.model = model
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
@@ -87,18 +87,18 @@ class LikelihoodStrategy(OneRoundStrategy):
 class LevelLikelihoodStrategy(OneRoundStrategy):
     """Score of given items under level heads: the mean over levels, as in `rpg`, without a tree."""
 
-    def __init__(self, model: Recommender) -> None:
-        self.model = model
-        self.tables = model.level_tables()
+    def __init__(self, model: SemanticIdModel) -> None:
+        self.items = item_tables(model)
+        self.tables = self.items.level_tables()
 
     def results(self, sequences: Seq[SearchSequence], draft: None, hidden: None) -> Results:
         """Returns scores with the one task `likelihood`."""
         log_probs = self.tables.log_probs(stacked_last_hidden(sequences))
-        scores = score_rows(log_probs, self.model.item_tokens, *_items(sequences))
+        scores = score_rows(log_probs, self.items.item_tokens, *_items(sequences))
         return _likelihoods(sequences, scores)
 
 
-def likelihood_strategy(model: Recommender) -> OneRoundStrategy:
+def likelihood_strategy(model: SemanticIdModel) -> OneRoundStrategy:
     """Returns the strategy that scores given items: code after code, or all levels at once."""
     if model.config.autoregressive:
         return LikelihoodStrategy(model)

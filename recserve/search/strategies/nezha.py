@@ -12,7 +12,7 @@ from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import OneRound, OneRoundStrategy, Results
 from recserve.models.inputs import NodeInputs
 from recserve.models.item_heads import SelfDraftHead
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import BeamSearch, HeadScores, descend
 from recserve.search.dense_candidates import add_candidates, score_candidates
 from recserve.search.slates import slates
@@ -33,7 +33,7 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
     captured_search = "nezha"
     missing = "no self-draft head was trained; run `recserve train drafter --name nezha`"
 
-    def __init__(self, model: Recommender, head: SelfDraftHead) -> None:
+    def __init__(self, model: SemanticIdModel, head: SelfDraftHead) -> None:
         self.model, self.head = model, head
         if head.placeholders is not None:
             count, device = len(head.config.codebook_sizes), model.tokens.weight.device
@@ -41,7 +41,7 @@ class NezhaStrategy(OneRoundStrategy, RecommendStrategy):
             model.bind_placeholders(head.placeholders)
 
     @classmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender with a self-draft head."""
         if heads.nezha is None or not model.config.autoregressive:
             return None

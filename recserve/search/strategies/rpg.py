@@ -28,7 +28,7 @@ from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidd
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import NOTHING, GraphWalk, best_of_all, rows_of, scores_of, search
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.search.filters import usable_items
 from recserve.search.slates import slate_under_caps
 from recserve.search.strategy import Heads, RecommendStrategy
@@ -46,14 +46,13 @@ class RpgStrategy(OneRoundStrategy, RecommendStrategy):
     auto = "fallback"
     missing = "this recommender has no level heads; train it with a recipe that has them"
 
-    def __init__(self, model: Recommender) -> None:
-        self.model = model
-        self.tables = model.level_tables()
-        items = model.config.input == "items"
-        self.first_item = model.config.num_code_tokens if items else None
+    def __init__(self, model: SemanticIdModel) -> None:
+        self.items = item_tables(model)
+        self.tables = self.items.level_tables()
+        self.first_item = model.template.first_item
 
     @classmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender with level heads."""
         return cls(model) if model.config.level_heads else None
 
@@ -61,7 +60,7 @@ class RpgStrategy(OneRoundStrategy, RecommendStrategy):
         """Finds the items of all requests together."""
         requests = [request_of(s, SlateQuery) for s in sequences]
         log_probs = self.tables.log_probs(stacked_last_hidden(sequences))
-        item_tokens = self.model.item_tokens[: requests[0].trie.num_rows]
+        item_tokens = self.items.item_tokens[: requests[0].trie.num_rows]
         widened = [replace(request, k=_num_to_find(request)) for request in requests]
         # Rank keys [B, n], best first. Each request uses the first `_num_to_find` ones.
         best = best_items(widened, log_probs, item_tokens, self.first_item).cpu()

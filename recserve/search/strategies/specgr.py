@@ -34,7 +34,7 @@ from recserve.core.strategy import Draft, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD, find_keys
 from recserve.models.dense_retriever import DenseRetriever
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import BeamSearch, ScoredStates
 from recserve.search.slates import slate_under_caps, with_chosen
 from recserve.search.strategies.beam import level_offsets_of
@@ -145,13 +145,13 @@ class SpecGRStrategy(RecommendStrategy):
     name = "specgr"
     missing = "no retriever for this recommender; run `recserve train retriever`"
 
-    def __init__(self, model: Recommender, retriever: DenseRetriever) -> None:
+    def __init__(self, model: SemanticIdModel, retriever: DenseRetriever) -> None:
         self.model, self.retriever = model, retriever
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
 
     @classmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender with a retriever."""
         if heads.retriever is None or not model.config.autoregressive:
             return None

@@ -28,7 +28,7 @@ from recserve.kernels.trie.level_search import DEAD
 from recserve.kernels.trie.native import StateKind
 from recserve.kernels.trie.trie import Trie
 from recserve.models.item_heads import Calibration, DraftPlan, SelfDraftHead
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import NO_THRESHOLD, BeamSearch, HeadScores, descend
 from recserve.search.dense_candidates import score_ready_candidates, unscored_candidate_keys
 from recserve.search.strategies.beam import BeamStrategy
@@ -65,7 +65,7 @@ class SpeculativeStrategy(BeamStrategy):
 
     def __init__(
         self,
-        model: Recommender,
+        model: SemanticIdModel,
         head: SelfDraftHead,
         only: DraftPlan | None = None,
         caches: bool = True,
@@ -83,7 +83,7 @@ class SpeculativeStrategy(BeamStrategy):
         self.policy = PlanPolicy(self.name, head, only)
 
     @classmethod
-    def from_models(cls, model: Recommender, heads: Heads) -> Self | None:
+    def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
         """Returns the strategy for a recommender with a draft head."""
         if heads.prefixes is None or not model.config.autoregressive:
             return None

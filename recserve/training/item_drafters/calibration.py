@@ -17,7 +17,7 @@ from recserve.models.item_heads import (
     load_self_draft,
     save_self_draft,
 )
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.strategies.speculative import SpeculativeStrategy
 from recserve.search.strategy import Heads
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
@@ -31,7 +31,7 @@ SUFFICIENT_SHARE = 0.98  # share of slates proved in one round at which no wider
 
 def calibrate(
     head: SelfDraftHead,
-    target: Recommender,
+    target: SemanticIdModel,
     trie: Trie,
     codes: NDArray[np.generic],
     cases: Cases,

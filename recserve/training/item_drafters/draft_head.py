@@ -32,7 +32,7 @@ from recserve.models.item_heads import (
     load_self_draft,
     save_self_draft,
 )
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.strategy import Heads
 from recserve.training.item_drafters.calibration import BEAM_SIZES, calibrate
 from recserve.training.item_drafters.draft_head_loss import head_loss, read
@@ -218,7 +218,7 @@ def _record(bundle: Bundle, section: str, report: TrainReport, start: Start | No
 
 def draft_metrics(
     head: SelfDraftHead,
-    target: Recommender,
+    target: SemanticIdModel,
     trie: Trie,
     codes: NDArray[np.generic],
     cases: Cases,

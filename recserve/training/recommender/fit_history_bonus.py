@@ -20,7 +20,7 @@ from recserve.evaluation.slates import dense_log_p, model_window
 from recserve.evaluation.untrained import MAX_ENTRIES, hide
 from recserve.features.tables.events import EventLog
 from recserve.models.history_bonus import HistoryBonus
-from recserve.models.recommender import Recommender
+from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 # How far apart two events may be to link their items. A pair counts 1 / distance.
@@ -74,7 +74,7 @@ class BonusFit:
 
 
 def fit_history_bonus(
-    model: Recommender,
+    model: SemanticIdModel,
     codes: NDArray[np.generic],
     events: EventLog,
     users: int = USERS,
@@ -151,7 +151,7 @@ def link_items(train: EventLog, num_items: int) -> HistoryBonus:
 
 
 def _gains(
-    model: Recommender,
+    model: SemanticIdModel,
     codes: NDArray[np.generic],
     cases: Cases,
     bonuses: Sequence[HistoryBonus],
@@ -170,7 +170,7 @@ def _gains(
 
 
 def _sum_gains(
-    model: Recommender,
+    model: SemanticIdModel,
     codes: NDArray[np.generic],
     cases: Cases,
     bonuses: Sequence[HistoryBonus],
@@ -181,7 +181,7 @@ def _sum_gains(
     sums = np.zeros(len(bonuses))
     for which in cases.batches(size):
         dense = torch.from_numpy(dense_log_p(model, codes, cases, which))
-        histories = [model_window(cases.history(case), model.config) for case in which.tolist()]
+        histories = [model_window(cases.history(case), model.template) for case in which.tolist()]
         held = torch.from_numpy(cases.held[which])[:, None]
         for number, bonus in enumerate(bonuses):
             scores = dense.clone()

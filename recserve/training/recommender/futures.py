@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.features.tables.encoding import history_tokens
 from recserve.features.tables.events import EventLog
 from recserve.models.config import RecommenderConfig
+from recserve.models.prefix_template import HistoryTemplate
 from recserve.training.recommender.history_trees import bucket_sizes, windows
 
 Ints = NDArray[np.int64]
@@ -107,10 +107,9 @@ class Futures:
     def batch(self, pieces: Ints) -> FutureBatch:
         """Returns the histories with these numbers, padded to the longest of them."""
         config, rows = self.config, self.events.item_rows.astype(np.int64)
+        template = HistoryTemplate.of(config)
         prefixes = [
-            torch.from_numpy(
-                history_tokens(rows[a : b - 1], self.codes, config.codebook_sizes, config.input)
-            )
+            torch.from_numpy(template.tokens(rows[a : b - 1], self.codes))
             for a, b in zip(self.starts[pieces], self.ends[pieces], strict=True)
         ]
         tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)

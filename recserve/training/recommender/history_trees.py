@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
 from recserve.models.config import RecommenderConfig
-from recserve.models.recommender import BOS
+from recserve.models.prefix_template import BOS
 
 Ints = NDArray[np.int64]
 

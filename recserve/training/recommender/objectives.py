@@ -17,7 +17,8 @@ from torch import Tensor
 
 from recserve.kernels.trie.trie import Trie
 from recserve.models.attention import DenseAttention
-from recserve.models.recommender import BOS, Recommender
+from recserve.models.prefix_template import BOS
+from recserve.models.recommender import Recommender
 from recserve.training.recommender.full_softmax import full_softmax_loss
 from recserve.training.recommender.history_trees import HistoryBatch
 
