@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from recserve.config import ServerConfig
-from recserve.engine.item_scheduler import RoundScheduler
+from recserve.engine.round_scheduler import RoundScheduler
 from recserve.engine.runner import Runner
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import AuxHiddenStates

@@ -306,7 +306,7 @@ class TargetInputs:
 
     def scores(self, words: Tensor) -> TargetScores:
         """As ScoreInputs."""
-        return TargetScores(self.model, TreeStates(self, words))
+        return TargetScores(self.model, CapturedStates(self, words))
 
     def num_nodes(self, request: SlateQuery) -> int:
         """As ScoreInputs."""
@@ -349,7 +349,7 @@ class TargetInputs:
         self.last_hidden[: len(sequences)].copy_(last_hidden)
 
 
-class TreeStates:
+class CapturedStates:
     """The target's states in a captured search: a forward pass over the beams of each level.
 
     As `PathStates`. One search uses an object, from the empty prefixes on.

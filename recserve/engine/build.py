@@ -17,8 +17,8 @@ from recserve.engine.draft_proposer import text_step_cost
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.invariance import invariant_runner
-from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.kv_cache import KVCache, cache_bytes
+from recserve.engine.round_scheduler import RoundScheduler
 from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
 from recserve.engine.text_scheduler import TextLimits, TextScheduler
 from recserve.engine.text_step import masks_of
@@ -84,7 +84,7 @@ def build_engine(models: EngineModels, config: EngineConfig | None = None) -> En
         _add_recommender(engine, models.recommender, models.heads)
     if models.ranker is not None:
         runner = _runner(RankerAdapter(models.ranker.eval()), config)
-        engine.schedulers["ranker"] = _item_scheduler(runner, config)
+        engine.schedulers["ranker"] = _round_scheduler(runner, config)
         engine.add_strategy("ranker", RankStrategy(models.ranker))
     engine.drafters.update({"none": NoDrafter(), **(models.drafters or {})})
     if models.text is not None:
@@ -140,7 +140,7 @@ def _add_recommender(engine: Engine, model: SemanticIdModel, heads: Heads) -> No
     config = engine.config
     runner = _runner(DecoderAdapter(model.eval()), config)
     _warn("recommender", runner, model)
-    engine.schedulers["recommender"] = scheduler = _item_scheduler(runner, config)
+    engine.schedulers["recommender"] = scheduler = _round_scheduler(runner, config)
     strategies = recommend_strategies(model, heads)
     if config.invariant:
         strategies = {name: one for name, one in strategies.items() if one.invariant}
@@ -180,7 +180,7 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     engine.add_strategy("prompt_scores", PromptStrategy(model))
 
 
-def _item_scheduler(runner: Runner, config: EngineConfig) -> RoundScheduler:
+def _round_scheduler(runner: Runner, config: EngineConfig) -> RoundScheduler:
     kv = KVCache(runner.pool, _num_rows(config))
     return RoundScheduler(runner, kv, ITEM_TOKENS[runner.pool.keys.device.type])
 

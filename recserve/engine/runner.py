@@ -36,15 +36,15 @@ class LayerInputs:
     Attributes:
         x: [Tq, E] embedded rows.
         rows: [R] rows whose states are read. None means all.
-        taps: Receives the states of `rows` between the layers of a decoder.
-        gate: Rows of mask tokens of a language model. None: there are none.
+        aux_states: Receives the states of `rows` between the layers of a decoder.
+        mask_rows: Rows of mask tokens of a language model. None: there are none.
         groups: [Tq] token groups of a ranker. None for other networks.
     """
 
     x: Tensor
     rows: Tensor | None = None
-    taps: AuxHiddenStates | None = None
-    gate: MaskRows | None = None
+    aux_states: AuxHiddenStates | None = None
+    mask_rows: MaskRows | None = None
     groups: Tensor | None = None
 
 
@@ -63,10 +63,8 @@ class ModelAdapter(Protocol):
         """The network."""
         ...
 
-    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
-        """Returns the embedded rows [Tq, E]. `gate` names the rows of mask tokens of a language
-        model.
-        """
+    def embed(self, inputs: NodeInputs, mask_rows: MaskRows | None) -> Tensor:
+        """Returns the embedded rows [Tq, E]; `mask_rows` names those of mask tokens."""
         ...
 
     def layers(self, inputs: LayerInputs, positions: Tensor, attend: Attend) -> Tensor:
@@ -89,15 +87,15 @@ class DecoderAdapter:
         self.dtype: torch.dtype = model.tokens.weight.dtype
         self.device: torch.device = model.tokens.weight.device
 
-    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+    def embed(self, inputs: NodeInputs, mask_rows: MaskRows | None) -> Tensor:
         """Returns [Tq, E]."""
         x = self.model.embed(inputs.tokens)
-        return x if gate is None else gate.embed(x)
+        return x if mask_rows is None else mask_rows.embed(x)
 
     def layers(self, inputs: LayerInputs, positions: Tensor, attend: Attend) -> Tensor:
         """Returns [Tq, E], or [R, E] of the rows that are read."""
-        x, rows, taps, gate = inputs.x, inputs.rows, inputs.taps, inputs.gate
-        return self.model.decoder(x, positions, attend, rows, taps, gate)  # type: ignore[no-any-return]
+        x, rows, aux_states, mask_rows = inputs.x, inputs.rows, inputs.aux_states, inputs.mask_rows
+        return self.model.decoder(x, positions, attend, rows, aux_states, mask_rows)  # type: ignore[no-any-return]
 
 
 class RankerAdapter:
@@ -114,13 +112,13 @@ class RankerAdapter:
         self.dtype: torch.dtype = model.vector_projection.weight.dtype
         self.device: torch.device = model.vector_projection.weight.device
 
-    def embed(self, inputs: NodeInputs, gate: MaskRows | None) -> Tensor:
+    def embed(self, inputs: NodeInputs, mask_rows: MaskRows | None) -> Tensor:
         """Returns [Tq, E]."""
         return self.model.embed(inputs)
 
     def layers(self, inputs: LayerInputs, positions: Tensor, attend: Attend) -> Tensor:
         """Returns [Tq, E], or [R, E] of the rows that are read."""
-        assert inputs.taps is None and inputs.gate is None
+        assert inputs.aux_states is None and inputs.mask_rows is None
         return self.model(inputs.x, inputs.groups, attend, inputs.rows)  # type: ignore[no-any-return]
 
 
@@ -155,22 +153,22 @@ class Runner:
     def forward(
         self,
         parts: Seq[TreeBatch],
-        taps: AuxHiddenStates | None = None,
+        aux_states: AuxHiddenStates | None = None,
         masks: GatedLora | None = None,
     ) -> list[Tensor]:
         """Returns the hidden states of each part, [Tq, E] or [num_states, E].
 
-        `taps` receives states between layers, for the same rows of all parts together. `masks`
-        holds the mask tokens that the trees may have.
+        `aux_states` receives states between layers, for the same rows of all parts together.
+        `masks` holds the mask tokens that the trees may have.
         """
         inputs, batch = NodeInputs.cat([part.inputs for part in parts]), TreeBatch.merge(parts)
-        rows, gate = _rows_read(parts, self.pool.keys.device), None
+        rows, mask_rows = _rows_read(parts, self.pool.keys.device), None
         if masks is not None and batch.tree.kinds is not None:
             kinds = batch.tree.kinds
-            gate = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
+            mask_rows = MaskRows.of(masks, kinds if batch.queries is None else kinds[batch.queries])
         with threads_for(len(inputs) * self._weights):
-            x = self.adapter.embed(inputs, gate)
-            hidden = self.layers(batch, LayerInputs(x, rows, taps, gate, inputs.groups))
+            x = self.adapter.embed(inputs, mask_rows)
+            hidden = self.layers(batch, LayerInputs(x, rows, aux_states, mask_rows, inputs.groups))
         if len(parts) == 1:
             return [hidden]
         return list(torch.split(hidden, [_num_states(part) for part in parts]))

@@ -35,11 +35,11 @@ from recserve.engine.scheduler import Chunk, Scheduler, service_order
 from recserve.engine.text_groups import TextGroup, TextGroups
 from recserve.engine.text_sequence import TextSequence, context_of
 from recserve.engine.text_step import (
+    NodeStates,
     StepOutputs,
-    StepStates,
+    aux_states_for,
     masks_of,
     split_states,
-    taps_for,
     text_step,
     token_logprobs,
 )
@@ -284,11 +284,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if texts:
             self.step_sizes[tokens + sum(len(text.context.tokens) for text in texts)] += 1
 
-    def forward(self, parts: Seq[TreeBatch]) -> list[StepStates]:
+    def forward(self, parts: Seq[TreeBatch]) -> list[NodeStates]:
         """Returns the states of each part, with those between layers that drafters read."""
         drafters = [text.drafter for text in self.running]
-        taps, masks = taps_for(drafters), masks_of(drafters)
-        return split_states(self.runner.forward(parts, taps, masks), taps)
+        aux_states, masks = aux_states_for(drafters), masks_of(drafters)
+        return split_states(self.runner.forward(parts, aux_states, masks), aux_states)
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
@@ -304,7 +304,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if len(chunks) > 1:
                 self.prefills.counts["company"] += 1
             elif (states := self.prefills.replay(self.chunk_batch(chunks[0]))) is not None:
-                self.finish_prefill(chunks, [StepStates(states)])
+                self.finish_prefill(chunks, [NodeStates(states)])
                 chunks = ()
         if self.graphs is None or not (chunks or trees):
             return chunks, trees
@@ -314,7 +314,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._commit(trees[0], outputs)
         return (), ()
 
-    def finish_prefill(self, chunks: Seq[Chunk[TextSequence]], states: Seq[StepStates]) -> None:
+    def finish_prefill(self, chunks: Seq[Chunk[TextSequence]], states: Seq[NodeStates]) -> None:
         """Caches what is computed of each prompt, with the drafter's entries.
 
         On a CUDA device, a check for finite values would make the host wait. There the text's first
@@ -332,7 +332,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if sequence.nonfinite:
                 self._nonfinite.append(sequence)
 
-    def verify(self, trees: TextGroup, batch: TreeBatch, states: StepStates) -> None:
+    def verify(self, trees: TextGroup, batch: TreeBatch, states: NodeStates) -> None:
         """Verifies the drafts of a group, and commits what it accepts."""
         counts = None
         if not trees.table.plain and any(c.params.counts_tokens for c in trees.contexts):

@@ -32,7 +32,7 @@ from recserve.speculation.verifiers.registry import verify
 
 
 @dataclass(frozen=True)
-class StepStates:
+class NodeStates:
     """States of T nodes.
 
     Attributes:
@@ -51,8 +51,8 @@ class StepStates:
         return torch.cat([column[rows] for column in columns], dim=-1)
 
 
-def taps_for(drafters: Iterable[Drafter]) -> AuxHiddenStates | None:
-    """Returns taps of all layers that the drafters read, or None if they read no such layer."""
+def aux_states_for(drafters: Iterable[Drafter]) -> AuxHiddenStates | None:
+    """Returns a record for all layers that the drafters read, or None if they read none."""
     layers = {n for drafter in drafters if drafter.reads_states for n in drafter.hidden_layers}
     layers.discard(FINAL_LAYER)
     return AuxHiddenStates(tuple(sorted(layers))) if layers else None
@@ -79,19 +79,19 @@ def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
     return None if first is None else first[1]
 
 
-def split_states(hidden: Seq[Tensor], taps: AuxHiddenStates | None) -> list[StepStates]:
+def split_states(hidden: Seq[Tensor], aux_states: AuxHiddenStates | None) -> list[NodeStates]:
     """Returns the states of each part of a forward pass.
 
     Args:
         hidden: [T, E] final states of each part.
-        taps: What was recorded for all parts together. None if nothing was.
+        aux_states: What was recorded for all parts together. None if nothing was.
     """
-    if taps is None:
-        return [StepStates(own) for own in hidden]
+    if aux_states is None:
+        return [NodeStates(own) for own in hidden]
     sizes = [own.shape[0] for own in hidden]
-    columns = [torch.split(states, sizes) for states in taps.states]
-    between = [dict(zip(taps.layers, own, strict=True)) for own in zip(*columns, strict=True)]
-    return [StepStates(own, layers) for own, layers in zip(hidden, between, strict=True)]
+    columns = [torch.split(states, sizes) for states in aux_states.states]
+    between = [dict(zip(aux_states.layers, own, strict=True)) for own in zip(*columns, strict=True)]
+    return [NodeStates(own, layers) for own, layers in zip(hidden, between, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class StepOutputs:
     results: Tensor
     depth: int
     logits: Tensor
-    states: StepStates
+    states: NodeStates
     num_heads: int = 0
     last_hidden: Seq[Tensor] | None = None
 
@@ -197,7 +197,7 @@ class StepInputs:
 
 
 def text_step(
-    model: LanguageModel, pool: KVPool, batch: TreeBatch, inputs: StepInputs, states: StepStates
+    model: LanguageModel, pool: KVPool, batch: TreeBatch, inputs: StepInputs, states: NodeStates
 ) -> StepOutputs:
     """Does what follows the forward pass of a text step: logits, acceptance and moves.
 

@@ -45,10 +45,10 @@ from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
     StepInputs,
     StepOutputs,
+    aux_states_for,
     masks_of,
     put_probs,
     split_states,
-    taps_for,
     text_step,
 )
 from recserve.engine.text_trees import (
@@ -315,11 +315,13 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         prefixes = Prefixes.on_device(self.kv.slots, starts, columns.lengths - 1, width)
         slots = prefixes.slots_after(tree)
         batch = TreeBatch(tree, None, slots, prefixes, fillers=1, fixed_shapes=True)
-        taps, gate = taps_for(self.readers), None
+        aux_states, mask_rows = aux_states_for(self.readers), None
         if self.masks is not None:
-            gate = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
-        x = self.runner.adapter.embed(NodeInputs(tree.tokens), gate)
-        hidden = self.runner.layers(batch, LayerInputs(x, taps=taps, gate=gate))
+            mask_rows = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
+        x = self.runner.adapter.embed(NodeInputs(tree.tokens), mask_rows)
+        hidden = self.runner.layers(
+            batch, LayerInputs(x, aux_states=aux_states, mask_rows=mask_rows)
+        )
         c, values = columns, self.draft_values
         inputs = StepInputs(
             rule=self.rule,
@@ -331,7 +333,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             probs=None if values is None else DraftProbs(values, c.drawn),
             rules=c.rules,
         )
-        (states,) = split_states([hidden], taps)
+        (states,) = split_states([hidden], aux_states)
         outputs = text_step(self.model, self.runner.pool, batch, inputs, states)
         accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]

@@ -107,7 +107,7 @@ class DecoderLayer(nn.Module):
         layer: int,
         attend: Attend,
         rows: Tensor | None = None,
-        gate: MaskRows | None = None,
+        mask_rows: MaskRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layer, but for its last sum.
 
@@ -120,26 +120,26 @@ class DecoderLayer(nn.Module):
             layer: Number of the layer.
             attend: Attention.
             rows: [R] tokens to return. None means all of them.
-            gate: Rows of mask tokens, whose products differ. None means that there are none.
+            mask_rows: Rows of mask tokens, whose products differ. None means that there are none.
 
         Returns:
             The residual stream and the output of SwiGLU, [..., T, E] or [..., R, E] each.
         """
-        mixed = self._attention(inputs, rope, layer, attend, gate)
+        mixed = self._attention(inputs, rope, layer, attend, mask_rows)
         if rows is not None:
             residual, mixed = residual.index_select(-2, rows), mixed.index_select(-2, rows)
-            gate = None if gate is None else gate.select(rows)
-        added = self._dropout(self._product("output", mixed, layer, gate))
+            mask_rows = None if mask_rows is None else mask_rows.select(rows)
+        added = self._dropout(self._product("output", mixed, layer, mask_rows))
         x, normed = self.mlp_norm.after_sum(residual, added)
-        gated = self.silu.gate(self._product("gate_up", normed, layer, gate))
-        return x, self._dropout(self._product("down", gated, layer, gate))
+        gated = self.silu.gate(self._product("gate_up", normed, layer, mask_rows))
+        return x, self._dropout(self._product("down", gated, layer, mask_rows))
 
     def _attention(
-        self, inputs: Tensor, rope: Rope, layer: int, attend: Attend, gate: MaskRows | None
+        self, inputs: Tensor, rope: Rope, layer: int, attend: Attend, mask_rows: MaskRows | None
     ) -> Tensor:
         """Returns the attention's output [..., T, H D] of inputs [..., T, num_inputs]."""
         c = self.config
-        product = self._product("qkv", inputs, layer, gate)
+        product = self._product("qkv", inputs, layer, mask_rows)
         qkv = torch.unflatten(product, -1, (-1, c.head_dim))
         norms = None
         if c.qk_norm:
@@ -147,9 +147,9 @@ class DecoderLayer(nn.Module):
         mixed = attend.of_projections(layer, qkv, c.num_kv_heads, rope, norms).flatten(-2)
         return mixed if self.gate is None else mixed * self.gate(inputs).sigmoid()
 
-    def _product(self, part: str, x: Tensor, layer: int, gate: MaskRows | None) -> Tensor:
+    def _product(self, part: str, x: Tensor, layer: int, mask_rows: MaskRows | None) -> Tensor:
         out: Tensor = getattr(self, part)(x)
-        return out if gate is None else gate.add(layer, part, x, out)
+        return out if mask_rows is None else mask_rows.add(layer, part, x, out)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
@@ -194,8 +194,8 @@ class Decoder(nn.Module):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        aux_states: AuxHiddenStates | None = None,
+        mask_rows: MaskRows | None = None,
     ) -> Tensor:
         """Turns embedded tokens into final hidden states.
 
@@ -205,8 +205,8 @@ class Decoder(nn.Module):
             attend: Attention.
             rows: [R] tokens whose states to return. None means all. The others stop at the last
                 layer's keys and values.
-            taps: Receives the states of `rows` between layers. None records nothing.
-            gate: Rows of mask tokens, whose products differ. None means that there are none.
+            aux_states: Receives the states of `rows` between layers. None records nothing.
+            mask_rows: Rows of mask tokens, whose products differ. None means that there are none.
 
         Returns:
             [..., T, E] or [..., R, E], final norm applied.
@@ -215,16 +215,16 @@ class Decoder(nn.Module):
             self._frequencies = self._frequencies.to(x.device)
         rope = Rope(positions, self._frequencies, x.dtype, self.config.rope_scale)
         last = self.config.num_layers - 1
-        taps = AuxHiddenStates(()) if taps is None else taps
-        done, wanted = 0, list(taps.layers)
-        run = self._in_c(x, rope, attend, gate)
+        aux_states = AuxHiddenStates(()) if aux_states is None else aux_states
+        done, wanted = 0, list(aux_states.layers)
+        run = self._in_c(x, rope, attend, mask_rows)
         if run is not None:
             # The last layer computes only `rows`, so it runs by itself.
             whole = last + (rows is None)
             while wanted and wanted[0] <= whole:
                 stop = wanted.pop(0)
                 x, done = run(x, range(done, stop), False), stop
-                taps.states.append(x if rows is None else x.index_select(-2, rows))
+                aux_states.states.append(x if rows is None else x.index_select(-2, rows))
             x = run(x, range(done, whole), rows is None)
             if rows is None:
                 return x
@@ -232,12 +232,12 @@ class Decoder(nn.Module):
         normed: Tensor = self._norm_before(done)(x)
         for number in range(done, last + 1):
             if number in wanted:
-                taps.states.append(x if rows is None else x.index_select(-2, rows))
+                aux_states.states.append(x if rows is None else x.index_select(-2, rows))
             chosen = rows if number == last else None
-            x, update = self.layers[number](normed, x, rope, number, attend, chosen, gate)
+            x, update = self.layers[number](normed, x, rope, number, attend, chosen, mask_rows)
             x, normed = self._norm_before(number + 1).after_sum(x, update)
         if last + 1 in wanted:
-            taps.states.append(x)
+            aux_states.states.append(x)
         return normed
 
     def _norm_before(self, number: int) -> RMSNorm:
@@ -248,13 +248,13 @@ class Decoder(nn.Module):
         return norm
 
     def _in_c(
-        self, x: Tensor, rope: Rope, attend: Attend, gate: MaskRows | None
+        self, x: Tensor, rope: Rope, attend: Attend, mask_rows: MaskRows | None
     ) -> Callable[[Tensor, range, bool], Tensor] | None:
         """Returns a function that runs some layers in one call, if the weights are packed for it.
 
         Its arguments are x, the numbers of the layers, and whether the final norm follows.
         """
-        # C has no gate. Its products give the same bits one by one.
-        if self.whole_decoder is None or gate is not None:
+        # C has no rows of mask tokens. Its products give the same bits one by one.
+        if self.whole_decoder is None or mask_rows is not None:
             return None
         return attend.in_one_call(self.whole_decoder, x, rope)

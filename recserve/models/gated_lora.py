@@ -100,7 +100,7 @@ class GatedLora(nn.Module):
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The gate that is open in the rows of mask tokens only.
+    """The rows of mask tokens among the rows of a forward pass.
 
     Attributes:
         lora: Embeddings and updates.
@@ -115,7 +115,7 @@ class MaskRows:
 
     @staticmethod
     def of(lora: GatedLora, kinds: Tensor, fixed_shapes: bool = False) -> MaskRows:
-        """Returns the gate of tree nodes of these kinds [T]."""
+        """Returns the mask rows of tree nodes of these kinds [T]."""
         return MaskRows(lora, kinds - MASK, fixed_shapes or kinds.is_cuda)
 
     @cached_property
@@ -148,5 +148,5 @@ class MaskRows:
         return out.index_add(-2, rows, update(x.index_select(-2, rows)).to(out.dtype))
 
     def select(self, rows: Tensor) -> MaskRows:
-        """Returns the gate of some rows [R]."""
+        """Returns the mask rows of some rows [R]."""
         return replace(self, numbers=self.numbers[rows])

@@ -51,17 +51,17 @@ class LanguageModel(nn.Module):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-        taps: AuxHiddenStates | None = None,
-        gate: MaskRows | None = None,
+        aux_states: AuxHiddenStates | None = None,
+        mask_rows: MaskRows | None = None,
     ) -> Tensor:
         """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`.
 
-        `gate` names the rows of mask tokens, whose inputs and products differ.
+        `mask_rows` names the rows of mask tokens, whose inputs and products differ.
         """
         x = self.embed(tokens)
-        if gate is not None:
-            x = gate.embed(x)
-        hidden: Tensor = self.decoder(x, positions, attend, rows, taps, gate)
+        if mask_rows is not None:
+            x = mask_rows.embed(x)
+        hidden: Tensor = self.decoder(x, positions, attend, rows, aux_states, mask_rows)
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:

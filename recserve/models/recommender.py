@@ -191,10 +191,10 @@ class Recommender(nn.Module):
         positions: Tensor,
         attend: Attend,
         rows: Tensor | None = None,
-        taps: AuxHiddenStates | None = None,
+        aux_states: AuxHiddenStates | None = None,
     ) -> Tensor:
         """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
-        hidden: Tensor = self.decoder(self.embed(tokens), positions, attend, rows, taps)
+        hidden: Tensor = self.decoder(self.embed(tokens), positions, attend, rows, aux_states)
         return hidden
 
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:

@@ -312,7 +312,7 @@ class BeamSearch:
 
     def advance(self, until: int | None = None) -> None:
         """Moves to the deepest level above which all states are known, at most to level `until`."""
-        scores = TargetScores(self.model, ScoredStates(self))
+        scores = TargetScores(self.model, LaunchedStates(self))
         self.beams = descend(self, scores, until=until, stop_at_unscored=True).last
 
     def verify_draft(self) -> Descent:
@@ -321,7 +321,7 @@ class BeamSearch:
         With caps or a dense head, the slate is proven only if no state is missing.
         """
         ranks = [NO_THRESHOLD if r.caps or r.dense_weight else r.k - 1 for r in self.requests]
-        return descend(self, TargetScores(self.model, ScoredStates(self)), item_ranks=ranks)
+        return descend(self, TargetScores(self.model, LaunchedStates(self)), item_ranks=ranks)
 
     @property
     def has_thresholds(self) -> bool:
@@ -688,7 +688,7 @@ class PathStates(Protocol):
     """Where a search gets the target's states.
 
     Here launched and captured searches differ. A launched search looks up states that rounds have
-    computed, only those that are needed (`ScoredStates`). The host reads their number. A captured
+    computed, only those that are needed (`LaunchedStates`). The host reads their number. A captured
     search may read nothing, so each step computes the states of all beams
     (`engine/beam_search_graph.py`).
     """
@@ -723,7 +723,7 @@ class TargetScores:
         return level_scores(self.model, self.states, beams.level)
 
 
-class ScoredStates:
+class LaunchedStates:
     """The states of a launched search: those that rounds have computed."""
 
     def __init__(self, search: BeamSearch) -> None:

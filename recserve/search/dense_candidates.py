@@ -22,8 +22,8 @@ from recserve.search.beam_search import (
     Beams,
     BeamSearch,
     DenseCandidates,
+    LaunchedStates,
     PathScores,
-    ScoredStates,
     TargetScores,
     descend,
     native_of,
@@ -84,7 +84,7 @@ def score_ready_candidates(search: BeamSearch) -> None:
     """Scores the candidates once all their paths are scored."""
     keys = unscored_candidate_keys(search)
     if keys is not None and not bool((find_keys(search.scored.keys, keys) < 0).any()):
-        score_candidates(search, TargetScores(search.model, ScoredStates(search)))
+        score_candidates(search, TargetScores(search.model, LaunchedStates(search)))
 
 
 def score_candidates(search: BeamSearch, scores: PathScores) -> None:

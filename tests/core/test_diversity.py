@@ -222,7 +222,7 @@ def test_thirty_prefixes_of_their_own():
 
 
 def test_a_deadline_ends_the_searches(world, monkeypatch):
-    monkeypatch.setattr("recserve.engine.item_scheduler.has_expired", lambda request: True)
+    monkeypatch.setattr("recserve.engine.round_scheduler.has_expired", lambda request: True)
     requests = [world.drawn(seed) for seed in range(12)]
     futures = [world.engine.submit(request) for request in requests]
     while world.engine.step():

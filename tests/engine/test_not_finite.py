@@ -17,9 +17,9 @@ from recserve.drafters.draft_model.drafter import ModelDrafter
 from recserve.drafters.ngram import NgramDrafter
 from recserve.engine.beam_search_graph import (
     BeamSearchGraphs,
+    CapturedStates,
     SearchLimits,
     SearchShape,
-    TreeStates,
 )
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.text_scheduler import TextScheduler
@@ -320,7 +320,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
     requests = world.ask("beam", variant)
     wanted = outcomes(engine, requests)
     engine.forget_all()
-    forward, calls = TreeStates._forward, []
+    forward, calls = CapturedStates._forward, []
 
     def broken(scorer, batch, tokens):
         states = forward(scorer, batch, tokens)
@@ -332,7 +332,7 @@ def test_a_recorded_search_tells(variant, level, plain_kernels, monkeypatch):
         return states
 
     with monkeypatch.context() as patch:
-        patch.setattr(TreeStates, "_forward", broken)
+        patch.setattr(CapturedStates, "_forward", broken)
         got = outcomes(engine, requests)
     assert graphs.counts["replayed"] == 2 and calls
     assert_same(got[0], wanted[0])

@@ -10,7 +10,7 @@ from recserve.core.request import Continuation, Scores, SlateQuery
 from recserve.core.strategy import OneRoundStrategy
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.item_scheduler import StrategyError
+from recserve.engine.round_scheduler import StrategyError
 from recserve.engine.text_scheduler import InvalidPath
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import DrafterError, chain_draft

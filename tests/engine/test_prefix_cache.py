@@ -11,8 +11,8 @@ import torch
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.engine import kv_cache
-from recserve.engine.item_scheduler import RoundScheduler
 from recserve.engine.kv_cache import KVCache, OutOfPages, PageAllocator, PrefixCache
+from recserve.engine.round_scheduler import RoundScheduler
 from recserve.engine.scheduler import RequestTooLarge
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 

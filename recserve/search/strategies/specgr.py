@@ -35,7 +35,7 @@ from recserve.kernels.host import on_device
 from recserve.kernels.trie.level_search import DEAD, find_keys
 from recserve.models.dense_retriever import DenseRetriever
 from recserve.models.semantic_id_model import SemanticIdModel
-from recserve.search.beam_search import BeamSearch, ScoredStates
+from recserve.search.beam_search import BeamSearch, LaunchedStates
 from recserve.search.slates import slate_under_caps, with_chosen
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.strategies.dense import nearest
@@ -318,7 +318,7 @@ def verify_items(search: BeamSearch, owners: Tensor, rows: Tensor) -> VerifiedIt
         owners: [n] request numbers.
         rows: [n] item rows.
     """
-    log_probs = ScoredStates(search).of_paths(owners, search.trie.nodes_of_items(rows))
+    log_probs = LaunchedStates(search).of_paths(owners, search.trie.nodes_of_items(rows))
     accepted = log_probs >= math.log(MIN_LIFT / search.trie.num_items)
     return _on_host(owners, rows, log_probs, accepted)
 

@@ -8,7 +8,7 @@ import torch
 
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Prefix, PromptQuery, Scores, TextScoreQuery
-from recserve.engine import item_scheduler as scheduler_module
+from recserve.engine import round_scheduler as scheduler_module
 from recserve.engine import scheduler as runtime_scheduler
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine

@@ -68,7 +68,7 @@ def test_a_packed_pass_is_many_passes(model, text):
         row = torch.cat([states.tokens[:, : end + 1], torch.zeros(2, 3, dtype=torch.long)], 1)
         numbers = torch.tensor([-1] * (end + 1) + [0, 1, 2])
         gate = MaskRows(network.lora, numbers)
-        alone = model(row, torch.arange(end + 4), DenseAttention(), gate=gate)[:, -3:]
+        alone = model(row, torch.arange(end + 4), DenseAttention(), mask_rows=gate)[:, -3:]
         torch.testing.assert_close(states.given[:, place], alone, rtol=1e-4, atol=1e-4)
         assert states.labels[place].tolist() == [end + 1, end + 2, end + 3]
 

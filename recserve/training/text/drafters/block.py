@@ -237,9 +237,9 @@ class BlockTrainee:
         """Returns tokens [b, T], states [b, T, F] and logits [b, T, V]."""
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
-        taps = AuxHiddenStates(self.model.config.target_layers)
-        final = self.target(tokens, positions, DenseAttention(), None, taps)
-        return tokens, torch.cat(taps.states, dim=-1).float(), self.target.logits(final)
+        aux_states = AuxHiddenStates(self.model.config.target_layers)
+        final = self.target(tokens, positions, DenseAttention(), None, aux_states)
+        return tokens, torch.cat(aux_states.states, dim=-1).float(), self.target.logits(final)
 
 
 def train_block(

@@ -274,9 +274,9 @@ class EagleTrainee:
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
         layers = self.model.config.target_layers
-        taps = AuxHiddenStates(tuple(n for n in layers if n != FINAL_LAYER))
-        final = self.target(tokens, positions, DenseAttention(), None, taps)
-        states = torch.cat(taps.states, dim=-1) if taps.states else final
+        aux_states = AuxHiddenStates(tuple(n for n in layers if n != FINAL_LAYER))
+        final = self.target(tokens, positions, DenseAttention(), None, aux_states)
+        states = torch.cat(aux_states.states, dim=-1) if aux_states.states else final
         return tokens, states.float(), final.float(), self.target.logits(final)
 
 

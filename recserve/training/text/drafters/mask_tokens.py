@@ -181,10 +181,10 @@ class MaskTokensTrainee:
         mask[:size, :size] = text <= text[:, None]
         mask[size:, :size] = text <= below[:, None]
         mask[size:, size:] = (block == block[:, None]) & (own <= own[:, None])
-        gate = MaskRows(self.model.lora, torch.cat([torch.full_like(text, -1), own]))
+        mask_rows = MaskRows(self.model.lora, torch.cat([torch.full_like(text, -1), own]))
         inputs = torch.cat([tokens, tokens.new_zeros(len(tokens), count)], dim=1)
         positions = torch.cat([text, below + 1 + own])
-        hidden = self.target(inputs, positions, DenseAttention(mask), gate=gate)
+        hidden = self.target(inputs, positions, DenseAttention(mask), mask_rows=mask_rows)
         anchors = hidden[:, :size].detach()
         with torch.no_grad():
             wanted = self.target.logits(anchors).float().softmax(-1)

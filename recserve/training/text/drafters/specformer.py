@@ -133,11 +133,13 @@ class SpecformerTrainee:
         tokens = torch.from_numpy(rows).to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device)
         layers = self.model.config.target_layers
-        taps = AuxHiddenStates(tuple(sorted({n for n in layers if n != FINAL_LAYER})))
+        aux_states = AuxHiddenStates(tuple(sorted({n for n in layers if n != FINAL_LAYER})))
         with torch.no_grad():
-            final = self.target(tokens, positions, DenseAttention(), None, taps)
+            final = self.target(tokens, positions, DenseAttention(), None, aux_states)
             logits = self.target.logits(final)
-        between = dict(zip(taps.layers, taps.states, strict=True)) | {FINAL_LAYER: final}
+        between = dict(zip(aux_states.layers, aux_states.states, strict=True)) | {
+            FINAL_LAYER: final
+        }
         states = torch.cat([between[n] for n in layers], dim=-1).float()
         context = self.model.context(states, positions, DenseAttention())
         return context.flatten(0, 1), logits.flatten(0, 1)
