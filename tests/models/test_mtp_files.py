@@ -1,6 +1,7 @@
 """Layouts of MTP modules: written here tensor by tensor, read back, and refused where wrong."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -164,6 +165,52 @@ def test_a_published_folder_of_qwen_holds_other_parts_too(tmp_path, target):
     network = load_mtp(write_folder(tmp_path / "whole", fields, more), target)
     for name, one in expected.state_dict().items():
         assert torch.equal(one, network.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_modules_of_specforge_are_read_or_refused(seed, tmp_path, target):
+    """Its `model_type` is Qwen3's, its layers are those of Qwen3.5; copies of the target's lie in.
+
+    A head of its own is read. What is no copy, and what does not tell how norms are stored, is
+    refused by name.
+    """
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    fields, weights = qwen3_next()
+    plain = load_mtp(write_folder(tmp_path / "plain", fields, weights), target)
+    del fields["linear_conv_kernel_dim"]
+    shares = rng.choice((None, True, False))
+    fields |= {
+        "architectures": ["Qwen3_5MTPDraftModel"],
+        "attn_output_gate": True,
+        "model_type": "qwen3",
+        "mtp_config": {} if shares is None else {"share_lm_head": shares},
+        "num_hidden_layers": 1,
+    }
+    copies = {
+        rng.choice(("", "mtp.")) + "embed_tokens.weight": target.tokens.weight.clone(),
+        "mtp.lm_head.weight": target.logits(torch.eye(32)).T.contiguous(),
+    }
+    if shares is False:
+        copies["mtp.lm_head.weight"] = draw_weight(*copies["mtp.lm_head.weight"].shape)
+    network = load_mtp(write_folder(tmp_path / "whole", fields, weights | copies), target)
+    for name, one in plain.state_dict().items():
+        assert torch.equal(one, network.state_dict()[name]), name
+    assert network.config.own_head == (shares is False)
+    if shares is False:
+        assert torch.equal(network.blocks[0].head.weight, copies["mtp.lm_head.weight"])
+    other = rng.choice([name for name in copies if shares is not False or "lm_head" not in name])
+    refused = {
+        "'heads' inside mtp_config": ({"mtp_config": {"heads": 2}}, {}),
+        "share_lm_head": ({"mtp_config": {"share_lm_head": "yes"}}, {}),
+        "mtp_config is": ({"mtp_config": [1]}, {}),
+        "mtp_config.*attn_output_gate": ({"attn_output_gate": rng.choice((None, False))}, {}),
+        other.replace(".", r"\."): ({}, {other: draw_weight(*copies[other].shape)}),
+    }
+    for number, (message, (changed, drawn)) in enumerate(refused.items()):
+        folder = write_folder(tmp_path / f"{number}", fields | changed, weights | copies | drawn)
+        with pytest.raises(UnsupportedModel, match=message):
+            load_mtp(folder, target)
 
 
 OTHERS = {

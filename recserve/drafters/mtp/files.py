@@ -16,7 +16,13 @@ The norms of the families Qwen3-Next and Qwen3.5 are stored as differences from 
 projection holds the gate of each head behind its query. RoPE turns the first numbers of a head;
 here it turns the first numbers of both halves, so the rows of queries and keys change places.
 
-Sources: vLLM (deepseek_mtp.py, qwen3_next_mtp.py), speculators (models/mtp, convert/mtp).
+SpecForge trains modules of Qwen3.5 and writes `model_type: qwen3` with `mtp_config`. Its first
+version stores the norms as they are and has no gate. Later ones store differences from 1, with or
+without a gate. Beside the module lie `embed_tokens`, or `mtp.embed_tokens`, and `mtp.lm_head`:
+copies of the target's, but for a head of its own with `share_lm_head: false`.
+
+Sources: vLLM (deepseek_mtp.py, qwen3_next_mtp.py), speculators (models/mtp, convert/mtp), SpecForge
+(modeling/draft/mtp.py).
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ from recserve.drafters.shared.network_files import (
     StoredTensors,
     check_copy,
     check_fields,
+    check_names,
     check_neutral,
     fill,
     lay_over,
@@ -68,7 +75,7 @@ from recserve.models.loading import (
 OWN = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "attn_output_gate", "text_config"),
     *("partial_rotary_factor", "transformer_layer_config", "speculators_model_type"),
-    *("mtp_use_dedicated_embeddings", "norm_output", "target_layer_ids"),
+    *("mtp_use_dedicated_embeddings", "norm_output", "target_layer_ids", "mtp_config"),
 )
 # Other fields without an effect on the module's outputs. Those of linear attention, whose gate
 # `output_gate_type` describes, concern only the target's layers.
@@ -84,7 +91,8 @@ TYPES = (
     *(f"{family}{kind}" for family in CENTRED for kind in ("", "_text", "_moe", "_moe_text")),
 )
 TARGETS_OWN = re.compile(
-    r"^(model\.(language_model\.)?(embed_tokens|norm)|model\.visual|lm_head)\.|rotary_emb\.inv_freq$"
+    r"^((model\.(language_model\.)?)?embed_tokens|model\.(language_model\.)?norm|model\.visual"
+    r"|lm_head)\.|rotary_emb\.inv_freq$"
 )
 TARGETS_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
 NOT_COMPUTED = {
@@ -120,6 +128,7 @@ NAMES = {
         "state_norm": "pre_fc_norm_hidden",
         "fc": "fc",
         "norm": "norm",
+        "head": "lm_head",
     },
     SPECULATORS: {
         "token_norm": "token_layernorm",
@@ -176,14 +185,18 @@ def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
     stored, fields = _stored(folder), _fields(folder)
     layout = _layout(stored, target)
     config = _read_config(fields, stored, layout, target)
-    centred = str(fields.get("model_type")).startswith(CENTRED)
+    centred = _has_centred_norms(fields)
     with torch.device("meta"):
         network = Mtp(config)
     fill(network, stored, partial(_assemble, layout, config, centred), target.tokens.weight)
-    for number in range(layout.count):
-        embedding = f"{layout.layer(number)}embed_tokens.weight"
-        if embedding in stored.names:
-            check_copy(stored.read(embedding), target.tokens.weight, embedding, folder.name)
+    embedding, head = target.tokens.weight, target_head(target)
+    copies: dict[str, Tensor | None] = {
+        "mtp.embed_tokens.weight": embedding,
+        "mtp.lm_head.weight": head,
+        **{f"{layout.layer(n)}embed_tokens.weight": embedding for n in range(layout.count)},
+    }
+    for name in sorted(copies.keys() & stored.unread()):
+        check_copy(stored.read(name), copies[name], name, folder.name)
     _check_targets_own(stored, target, centred)
     if left := sorted(name for name in stored.unread() if name.startswith(layout.prefixes)):
         raise UnsupportedModel(
@@ -283,6 +296,7 @@ def _read_config(
                 f"{stored.folder}: {name} is {fields[name]}; it holds {layout.count} modules"
             )
     centred = str(fields.get("model_type")).startswith(CENTRED)
+    shares_head = _shares_head(fields, layout)
     names = {name for name in stored.names if name.startswith(layout.prefixes)}
     share, whole = _rotary_share(fields, centred)
     decoder = replace(read_sizes(whole, names, target, TYPES), num_layers=layout.count)
@@ -295,6 +309,7 @@ def _read_config(
     if gated and decoder.attention_bias:
         raise UnsupportedModel("attention_bias is True; with an output gate only False is computed")
     heads = [name for name in names if name.endswith(".shared_head.head.weight")]
+    own_head = bool(heads) if shares_head is None else not shares_head
     layers, depth = fields.get("target_layer_ids"), target.config.decoder.num_layers
     layers = [FINAL_LAYER] if layers is None else layers
     if layers not in ([FINAL_LAYER], [depth]) or type(layers[0]) is not int:
@@ -308,8 +323,41 @@ def _read_config(
         first_token=layout.feeds_norm,
         gated=gated,
         rotary_dim=None if share == 1.0 else int(decoder.head_dim * share),
-        own_head=bool(heads),
+        own_head=own_head,
         target_layer=layers[0],
+    )
+
+
+def _shares_head(fields: dict[str, Any], layout: Layout) -> bool | None:
+    """Returns whether `mtp_config` says that the target's head is read; None without the field."""
+    if fields.get("mtp_config") is None:
+        return None
+    inner = read_object(fields, "mtp_config")
+    check_names(inner, ("share_lm_head",), "mtp_config")
+    if layout.kind is not QWEN:
+        raise UnsupportedModel("config.json: mtp_config is read beside tensors 'mtp.*' only")
+    _has_centred_norms(fields)
+    return read_flag(inner, "share_lm_head", True, file="mtp_config of config.json")
+
+
+def _has_centred_norms(fields: dict[str, Any]) -> bool:
+    """Returns whether the norms are stored as differences from 1.
+
+    Raises:
+        UnsupportedModel: If the file is SpecForge's and does not tell.
+    """
+    if str(fields.get("model_type")).startswith(CENTRED):
+        return True
+    if fields.get("mtp_config") is None:
+        return False
+    if read_flag(fields, "attn_output_gate", False):
+        return True
+    raise UnsupportedModel(
+        f"config.json has mtp_config, model_type {fields.get('model_type')!r:.80} and no "
+        "attn_output_gate: SpecForge has written the norms of such modules as they are and as "
+        "differences from 1. Remove mtp_config if they are stored as they are; if as differences, "
+        "set model_type 'qwen3_5', attn_output_gate false and partial_rotary_factor (1.0 if the "
+        "file has none)"
     )
 
 
