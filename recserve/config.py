@@ -90,7 +90,7 @@ class ServerConfig(BaseSettings):
             loopback interface. Pages of these hosts may send requests, also with a Basic key.
         insecure: True allows an address that other machines can reach without any key.
         signing_key: Key that signs attribution tokens. By default a new key at each start, so
-            that tokens of an earlier process are invalid.
+            that tokens of an earlier process are invalid. Required where several replicas serve.
         max_body_bytes: Largest accepted request body.
         default_timeout_ms: Default deadline of a recommendation or ranking.
         kv_bytes: Size of the KV cache of each model. `auto` takes 256 MiB on a CPU and with
@@ -287,6 +287,20 @@ class ServerConfig(BaseSettings):
                 "set api_keys, bind 127.0.0.1, or set insecure: true"
             )
         return self
+
+    def check_signing_key(self, replicas: str) -> None:
+        """Raises ConfigError if several replicas serve slates without a common `signing_key`.
+
+        Args:
+            replicas: What makes several replicas serve, such as a setting and its value.
+        """
+        if self.bundle is not None and self.signing_key is None:
+            raise ConfigError(
+                f"signing_key: is required, because {replicas}: each replica would draw a key of "
+                "its own and refuse the attribution tokens of the others. Give all replicas the "
+                f"same {MIN_KEY_LENGTH} characters or more, for example "
+                "RECSERVE_SIGNING_KEY=$(openssl rand -hex 24)"
+            )
 
     def check_files(self) -> None:
         """Finds cheap mistakes before anything is imported or loaded.

@@ -82,13 +82,24 @@ class ReplicaOptions(BaseModel):
             )
         return self
 
+    @property
+    def most(self) -> int:
+        """Most replicas."""
+        return self.max_replicas or self.min_replicas
+
     def server_config(self, **flags: Any) -> ServerConfig:
-        """Returns the settings of a replica. Raises ConfigError.
+        """Returns the settings of a replica.
 
         Args:
             flags: Settings that override those of the options.
+
+        Raises:
+            ConfigError: If a setting is invalid, or several replicas have no common signing key.
         """
-        return ServerConfig.load({**self.settings, **flags}, self.config)
+        config = ServerConfig.load({**self.settings, **flags}, self.config)
+        if self.most > 1:
+            config.check_signing_key(f"up to {self.most} replicas serve")
+        return config
 
     def config_behind_proxy(self) -> ServerConfig:
         """Returns the settings of a replica for the address that Ray's proxy listens on.
@@ -151,17 +162,17 @@ def app(args: dict[str, Any]) -> serve.Application:
 
     Raises:
         ValueError: If an option is unknown or out of range.
-        ConfigError: If other machines reach Ray's proxy and no key is needed.
+        ConfigError: If other machines reach Ray's proxy and no key is needed, or several replicas
+            have no common signing key.
     """
     options = ReplicaOptions.model_validate(args)
     config = options.config_behind_proxy()
-    most = options.max_replicas or options.min_replicas
     scaled: dict[str, Any] = {"num_replicas": options.min_replicas}
-    if most > options.min_replicas:
+    if options.most > options.min_replicas:
         scaled = {
             "autoscaling_config": {
                 "min_replicas": options.min_replicas,
-                "max_replicas": most,
+                "max_replicas": options.most,
                 "target_ongoing_requests": options.target_requests,
             }
         }
@@ -194,7 +205,8 @@ def deploy(options: ReplicaOptions) -> None:
         options: The new options. Requests in progress finish on the old replicas.
 
     Raises:
-        ConfigError: If other machines reach Ray's proxy and no key is needed.
+        ConfigError: If other machines reach Ray's proxy and no key is needed, or several replicas
+            have no common signing key.
         RuntimeError: If the new replicas do not become healthy.
     """
     serve.run(app(options.model_dump(mode="json")), name=NAME, route_prefix="/")

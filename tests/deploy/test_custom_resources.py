@@ -47,6 +47,19 @@ def test_ray_pods_are_restricted():
         check_security(pod, read_only=False, token=token)
 
 
+def test_replicas_get_the_keys_of_all():
+    for pod in (manifest("kserve/inference-service.yaml")["spec"]["predictor"], *ray_pods()):
+        found = {
+            one["name"]: one["valueFrom"]["secretKeyRef"]
+            for one in pod["containers"][0]["env"]
+            if "valueFrom" in one
+        }
+        assert found == {
+            "RECSERVE_API_KEYS": {"name": "recserve-keys", "key": "api-keys"},
+            "RECSERVE_SIGNING_KEY": {"name": "recserve-keys", "key": "signing-key"},
+        }
+
+
 def applications():
     texts = {
         "serve.yaml": (DEPLOY / "ray" / "serve.yaml").read_text(encoding="utf-8"),
@@ -59,6 +72,7 @@ def applications():
 def test_ray_accepts_the_application(config, monkeypatch):
     schema = pytest.importorskip("ray.serve.schema", reason="NO ray: its schema was not used")
     monkeypatch.setenv("RECSERVE_API_KEYS", "0123456789abcdef")
+    monkeypatch.setenv("RECSERVE_SIGNING_KEY", "0123456789abcdef")
     (application,) = schema.ServeDeploySchema.model_validate(config).applications
     module, name = application.import_path.split(":")
     build = getattr(importlib.import_module(module), name)

@@ -18,7 +18,7 @@ CHART = ROOT / "deploy" / "helm" / "recserve"
 KEY = "0123456789abcdef"
 LEAST = {
     "bundle": {"volume": {"persistentVolumeClaim": {"claimName": "bundle"}}},
-    "secret": {"apiKeys": [KEY]},
+    "secret": {"apiKeys": [KEY], "signingKey": KEY},
 }
 # Kinds that Kubernetes itself does not define, so that there is no schema for them here.
 CUSTOM = {"ServiceMonitor"}
@@ -122,7 +122,7 @@ def test_a_changed_setting_or_bundle_rolls_the_pods():
 
     plain = notes({})
     new_bundle = notes({"bundle": {**LEAST["bundle"], "version": "2"}})
-    new_key = notes({"secret": {"apiKeys": ["another-key-of-16"]}})
+    new_key = notes({"secret": {**LEAST["secret"], "apiKeys": ["another-key-of-16"]}})
     new_setting = notes({"config": {"max_queue": 7}})
     changed = [
         {name for name in plain if plain[name] != other[name]}
@@ -166,6 +166,32 @@ def test_wrong_values_are_refused(values, message):
         merged = {**LEAST, **values}
         chart.validate_schema(merged)
         chart.render(merged)
+
+
+@pytest.mark.parametrize(
+    ("values", "several"),
+    [
+        ({"replicas": 2}, True),
+        ({"replicas": 1}, False),
+        ({"replicas": 1, "autoscaling": {"enabled": True, "maxReplicas": 2}}, True),
+        (
+            {"replicas": 2, "autoscaling": {"enabled": True, "minReplicas": 1, "maxReplicas": 1}},
+            False,
+        ),
+    ],
+)
+def test_several_pods_need_one_signing_key(values, several):
+    """In the values, or as a key of the secret without which no pod starts."""
+    own = {**values, "secret": {"apiKeys": [KEY]}}
+    if several:
+        with pytest.raises(helm.HelmError, match=r"secret\.signingKey is required"):
+            render(own)
+    else:
+        render(own)
+    for secret in (LEAST["secret"], {"existing": "keys"}):
+        (container,) = pod_of(render({**values, "secret": secret}))["containers"]
+        (found,) = (one for one in container["env"] if one["name"] == "RECSERVE_SIGNING_KEY")
+        assert found["valueFrom"]["secretKeyRef"]["optional"] is not several
 
 
 def test_the_chart_knows_every_setting():

@@ -70,6 +70,7 @@ def two_sessions(client):
 
 def test_each_of_two_replicas_gives_the_answers_of_one_process(bundle, expected):
     settings = {"bundle": str(bundle), "store": f"lmdb:{bundle}.replicas", "device": "cpu"}
+    settings |= {"signing_key": "a-key-of-sixteen"}
     options = ReplicaOptions(settings=settings, min_replicas=2, cpus=0.5)
     with (
         running(options, port=free_port()) as address,

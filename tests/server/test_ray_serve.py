@@ -20,6 +20,7 @@ from tests.support.reference_process import ENVIRONMENT  # noqa: E402
 from tests.support.tiny_bundle import NUM_USERS, tiny_bundle  # noqa: E402
 
 USERS = [f"user{number:06d}" for number in range(NUM_USERS)]
+SIGNING_KEY = {"signing_key": "a-key-of-sixteen"}
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Cluster:
 
     def options(self, bundle: Path, **values) -> ReplicaOptions:
         settings = {"bundle": str(bundle), "store": f"lmdb:{bundle}.history", "device": "cpu"}
+        settings |= {"slate_log": f"{bundle}.slates", **SIGNING_KEY}
         return ReplicaOptions(settings=settings, min_replicas=2, cpus=0.5, **values)
 
     def recommend(self, user: str, sticky: bool = True, explain: bool = False) -> httpx.Response:
@@ -80,6 +82,45 @@ def test_an_open_address_needs_keys(tmp_path):
 KEYS = {"api_keys": ["a-key-of-sixteen"]}
 
 
+@pytest.mark.parametrize("door", ["scale", "serve run", "replica"])
+@pytest.mark.parametrize(
+    ("replicas", "settings", "opens"),
+    [
+        ({"min_replicas": 2}, {}, False),
+        ({"min_replicas": 1, "max_replicas": 3}, {}, False),
+        ({"min_replicas": 2}, SIGNING_KEY, True),
+        ({"min_replicas": 1}, {}, True),
+        ({"min_replicas": 2}, {"bundle": None, "llm": "folder"}, True),  # no slates, no tokens
+    ],
+)
+def test_several_replicas_need_one_signing_key(
+    tmp_path, monkeypatch, door, replicas, settings, opens
+):
+    options = ReplicaOptions(settings={"bundle": str(tmp_path), **settings}, **replicas)
+    stop = Mock(side_effect=OSError("it goes on"))
+    monkeypatch.setattr(ray_serve, "ServiceLoader", stop)
+    monkeypatch.setattr(ray, "init", stop)
+
+    def enter():
+        if door == "scale":
+            with running(options):
+                pass
+        elif door == "serve run":
+            app(options.model_dump(mode="json"))
+            stop()
+        else:
+            ray_serve.Replica.__serve_build_asgi_app__(SimpleNamespace(_options=options))
+
+    with (
+        pytest.raises(OSError, match="it goes on")
+        if opens
+        else pytest.raises(
+            ConfigError, match=r"^signing_key: is required, because up to [23] replicas serve"
+        )
+    ):
+        enter()
+
+
 @pytest.mark.parametrize(
     ("host", "settings", "opens"),
     [
@@ -119,7 +160,8 @@ def test_a_proxy_that_others_reach_needs_keys(tmp_path, monkeypatch, host, setti
 
 @pytest.mark.slow
 def test_replicas_that_do_not_fit_this_machine_are_refused(tmp_path):
-    options = ReplicaOptions(settings={"bundle": str(tmp_path)}, min_replicas=3, cpus=1000)
+    settings = {"bundle": str(tmp_path), **SIGNING_KEY}
+    options = ReplicaOptions(settings=settings, min_replicas=3, cpus=1000)
     message = "cpus: 3 replicas of 1000 need 3000, this machine has "
     with pytest.raises(ValueError, match=message), running(options, port=free_port()):
         pass
@@ -130,6 +172,21 @@ def test_a_user_stays_with_one_replica(cluster):
     """The first of three requests computes the prefix; no replica computes it again."""
     assert cluster.hit_share(sticky=True) == pytest.approx(2 / 3)
     assert cluster.hit_share(sticky=False) < 0.6
+
+
+@pytest.mark.slow
+def test_every_replica_verifies_the_tokens_of_the_others(cluster):
+    slate = cluster.recommend(USERS[0]).json()
+    token = {
+        "item_id": slate["items"][0]["item_id"],
+        "attribution_token": slate["attribution_token"],
+    }
+    for user in USERS[:12]:  # as session, it reaches one of the replicas
+        event = {"user_id": USERS[0], "event_id": f"of {user}", **token}
+        answer = cluster.client.post(
+            "/v1/events", json={"events": [event]}, headers={"X-Session-Id": user}
+        ).json()
+        assert answer["accepted"] == 1 and not answer.get("unattributed")
 
 
 @pytest.mark.slow

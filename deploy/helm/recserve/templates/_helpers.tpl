@@ -19,6 +19,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.secret.existing | default (include "recserve.name" .) }}
 {{- end }}
 
+{{- /* Most pods that serve at the same time. */}}
+{{- define "recserve.mostReplicas" -}}
+{{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}
+{{- else }}{{ .Values.replicas }}{{ end }}
+{{- end }}
+
 {{- define "recserve.serviceAccount" -}}
 {{- .Values.serviceAccount.existing | default (include "recserve.name" .) }}
 {{- end }}
