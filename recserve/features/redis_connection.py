@@ -6,7 +6,7 @@
     redis+cluster://[USER[:PASSWORD]@]HOST[:PORT][,HOST[:PORT]...]
 
 `rediss`, `rediss+sentinel` and `rediss+cluster` use TLS. User and password are percent-encoded. No
-message of this module holds them.
+message of this module holds them. An ACL user needs RIGHTS, and in a cluster CLUSTER_RIGHTS too.
 """
 
 from __future__ import annotations
@@ -22,35 +22,50 @@ import redis
 from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.cluster import REDIS_ALLOWED_KEYS, ClusterNode, RedisCluster
 from redis.connection import SSLConnection, UnixDomainSocketConnection, parse_url
+from redis.crc import key_slot
 from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
     NoScriptError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
+    TryAgainError,
 )
+from redis.exceptions import ConnectionError as ConnectionLost
+from redis.exceptions import TimeoutError as ReplyTimeout
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
+from recserve.features.redis_urls import SCHEMES
+
 __all__ = [
+    "CLUSTER_RIGHTS",
     "FAILURES",
-    "NoScriptError",
+    "RIGHTS",
     "ResponseError",
     "call_many",
+    "call_script",
+    "call_scripts",
     "connect",
     "describe",
+    "load_script",
     "scanners",
+    "server_of",
 ]
 
 FAILURES = (RedisError, RedisClusterException)  # the second is no RedisError
+# What an ACL user needs; the scripts of a catalogue's log call INFO and TIME.
+RIGHTS = ("~recserve:*", "+@read", "+@write", "+@scripting", "+@connection", "+info", "+time")
+CLUSTER_RIGHTS = ("+cluster|slots",)
+# The cluster has another primary for the key by now, or will have one.
+MOVED_ON = (ConnectionLost, ReplyTimeout, ReadOnlyError, MovedError, ClusterDownError)
 BACKOFF = ExponentialBackoff(cap=0.05, base=0.005)  # seconds
 RETRIES = 2
 NESTED_RETRIES = 1  # Sentinel and Cluster repeat the search for the primary and the command
 SENTINEL, CLUSTER = "sentinel", "cluster"
-SCHEMES = (
-    *("redis", "rediss", "unix"),
-    *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
-)
 PORTS = {SENTINEL: 26379}
 FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 TLS_OPTIONS = (
@@ -66,10 +81,11 @@ OPTIONS = (
     *TLS_OPTIONS,
     *SENTINEL_OPTIONS,
 )
+NO_PERMISSION = re.compile(r"no permissions to|can't run this command|can't access")
 ENCODE = "in user names and passwords write / ? # @ : as %2F %3F %23 %40 %3A"
 
 
-def connect(url: str, *, timeout_s: float = 0.25) -> Any:
+def connect(url: str, *, timeout_s: float = 0.25, wait_s: float = 0.0) -> Any:
     """Returns a `redis.Redis` or a `RedisCluster`.
 
     The client repeats a call that lost its connection or found no primary. A cluster's client asks
@@ -78,6 +94,8 @@ def connect(url: str, *, timeout_s: float = 0.25) -> Any:
     Args:
         url: See the module.
         timeout_s: Time limit to connect, and of each reply, unless the URL sets another.
+        wait_s: Longest time for which a command of this client makes Redis wait. A reply may take
+            that much longer.
 
     Raises:
         ValueError: If the URL is malformed.
@@ -102,10 +120,12 @@ def connect(url: str, *, timeout_s: float = 0.25) -> Any:
     if secure == "unix":
         if hosts or not path:
             raise ValueError("Redis URL: expected unix:///PATH, or unix://USER:PASSWORD@/PATH")
-        return _single(options | {"path": "/" + unquote(path), "db": options.get("db", 0)}, secure)
+        options |= {"path": "/" + unquote(path), "db": options.get("db", 0)}
+        return _single(_with_wait(options, wait_s), secure)
     nodes = _nodes(hosts, kind)
     if kind == SENTINEL:
-        return _by_sentinel(nodes, path, options, secure)
+        return _by_sentinel(nodes, path, options, secure, wait_s)
+    options = _with_wait(options, wait_s)
     db = options.pop("db", None)
     db = _db(path.strip("/")) if db is None else db
     if kind == CLUSTER:
@@ -121,6 +141,14 @@ def describe(error: Exception) -> str:
     text = str(error)
     if isinstance(error, MasterNotFoundError):
         text = text.partition(" : ")[0]  # redis-py goes on with all settings of the connection
+    cause: BaseException | None = error
+    while cause is not None and not NO_PERMISSION.search(str(cause)):
+        cause = cause.__cause__ or cause.__context__  # a cluster's client hides what Redis said
+    if cause is not None:
+        return (
+            f"{cause}. The ACL user of the Redis URL needs {' '.join(RIGHTS)}, and in a cluster "
+            f"also {' '.join(CLUSTER_RIGHTS)}; set them with ACL SETUSER"
+        )
     return f"{type(error).__name__}: {text}"
 
 
@@ -128,8 +156,12 @@ def call_many(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Sends commands in one pipeline and returns the replies, with errors in place.
 
     A command that met a primary which had become a replica is sent again on new connections. Each
-    command touches one key, so a cluster's client can send each to its node.
+    command touches one hash slot. Its key is its first argument, or the first key of EVAL and
+    EVALSHA. A cluster's nodes get their commands at the same time, and a node that fails fails its
+    own commands only.
     """
+    if isinstance(client, RedisCluster):
+        return _call_nodes(client, commands)
     replies: list[Any] = [None] * len(commands)
     left = list(range(len(commands)))
     for again in (True, False):
@@ -141,11 +173,140 @@ def call_many(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         left = [number for number in left if isinstance(replies[number], ReadOnlyError)]
         if not left or not again:
             break
-        if isinstance(client, RedisCluster):
-            client.nodes_manager.initialize()
-        else:
-            client.connection_pool.disconnect(inuse_connections=False)
+        client.connection_pool.disconnect(inuse_connections=False)
     return replies
+
+
+def load_script(client: Any, source: str) -> str:
+    """Returns the name of a script for `call_scripts`, and sees that Redis answers.
+
+    The nodes of a cluster get the script with their first call, so one that is down does not
+    matter.
+    """
+    if isinstance(client, RedisCluster):
+        return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+    return str(client.script_load(source))
+
+
+def call_scripts(
+    client: Any, source: str, name: str, calls: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    """Runs a script once per call and returns the replies, with errors in place.
+
+    A server that does not know the script gets it with the call. A call that was made is not made
+    again.
+
+    Args:
+        client: A client of `connect`.
+        source: The script.
+        name: Its name from `load_script`.
+        calls: Number of keys, keys and arguments of each call.
+    """
+    replies = call_many(client, [("EVALSHA", name, *call) for call in calls])
+    missing = [number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+    if missing:
+        again = call_many(client, [("EVAL", source, *calls[number]) for number in missing])
+        for number, reply in zip(missing, again, strict=True):
+            replies[number] = reply
+    return replies
+
+
+def call_script(client: Any, source: str, keys: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """Runs a script on keys of one slot. Raises what is in FAILURES."""
+    name = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+    (reply,) = call_scripts(client, source, name, [(len(keys), *keys, *arguments)])
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def server_of(client: Any, key: bytes) -> str:
+    """Returns the name of the server that has a key; an empty string where there is one only."""
+    if not isinstance(client, RedisCluster):
+        return ""
+    try:
+        return str(client.nodes_manager.get_node_from_slot(key_slot(key)).name)
+    except FAILURES:
+        return ""
+
+
+def _call_nodes(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Does `call_many` in a cluster: twice at most, with the nodes' new places in between."""
+    replies: list[Any] = [None] * len(commands)
+    left: list[int] = list(range(len(commands)))
+    for again in (True, False):
+        _call_each_node(client, commands, left, replies)
+        left = [number for number in left if isinstance(replies[number], MOVED_ON)]
+        left = [number for number in left if not isinstance(replies[number], AskError)]
+        if not left or not again:
+            break
+        try:
+            client.nodes_manager.initialize()
+        except FAILURES:
+            break
+    for number, reply in enumerate(replies):
+        if isinstance(reply, AskError | TryAgainError):  # its slot is on the way to another node
+            try:
+                replies[number] = client.execute_command(*commands[number])
+            except FAILURES as error:
+                replies[number] = error
+    return replies
+
+
+def _call_each_node(
+    client: Any, commands: Sequence[tuple[Any, ...]], numbers: Sequence[int], replies: list[Any]
+) -> None:
+    """Sends the commands of these numbers to all nodes, then reads all replies."""
+    groups: dict[str, tuple[ClusterNode, list[int]]] = {}
+    for number in numbers:
+        command = commands[number]
+        key = command[3] if command[0] in ("EVAL", "EVALSHA") else command[1]
+        try:
+            node = client.nodes_manager.get_node_from_slot(client.keyslot(key))
+            groups.setdefault(node.name, (node, []))[1].append(number)
+        except FAILURES as error:  # no node has the slot
+            replies[number] = error
+    open_calls: list[tuple[Any, Any, list[int]]] = []
+    try:
+        for node, own in groups.values():
+            server = client.get_redis_connection(node)
+            try:
+                connection = server.connection_pool.get_connection()
+                open_calls.append((server, connection, own))
+                packed = connection.pack_commands([commands[number] for number in own])
+                connection.send_packed_command(packed)
+            except FAILURES as error:
+                _fail(own, error, replies)
+                if open_calls and open_calls[-1][2] is own:
+                    _give_back(*open_calls.pop()[:2], dirty=True)
+        while open_calls:
+            server, connection, own = open_calls[-1]
+            lost = False
+            for at, number in enumerate(own):
+                try:
+                    replies[number] = server.parse_response(connection, commands[number][0])
+                except (ConnectionLost, ReplyTimeout) as error:
+                    _fail(own[at:], error, replies)
+                    lost = True
+                    break
+                except FAILURES as error:
+                    replies[number] = error
+            open_calls.pop()
+            _give_back(server, connection, dirty=lost)
+    finally:  # replies that were not read must not reach the next caller
+        for server, connection, _ in open_calls:
+            _give_back(server, connection, dirty=True)
+
+
+def _fail(numbers: Sequence[int], error: Exception, replies: list[Any]) -> None:
+    for number in numbers:
+        replies[number] = error
+
+
+def _give_back(server: Any, connection: Any, dirty: bool) -> None:
+    if dirty:
+        connection.disconnect()
+    server.connection_pool.release(connection)
 
 
 def scanners(client: Any) -> list[tuple[str, Callable[..., tuple[int, list[bytes]]]]]:
@@ -180,8 +341,12 @@ def _single(options: dict[str, Any], secure: str) -> Any:
     return redis.Redis.from_pool(redis.ConnectionPool(**options, retry=Retry(BACKOFF, RETRIES)))
 
 
+def _with_wait(options: dict[str, Any], wait_s: float) -> dict[str, Any]:
+    return options | {"socket_timeout": options["socket_timeout"] + wait_s}
+
+
 def _by_sentinel(
-    nodes: list[tuple[str, int]], path: str, options: dict[str, Any], secure: str
+    nodes: list[tuple[str, int]], path: str, options: dict[str, Any], secure: str, wait_s: float
 ) -> Any:
     """Returns the client of the primary that the Sentinels name at each new connection."""
     service, _, db = path.partition("/")
@@ -202,7 +367,7 @@ def _by_sentinel(
     own |= {name: options[name] for name in shared if name in options}
     once = {"retry": Retry(NoBackoff(), 0)}
     sentinels = Sentinel(nodes, sentinel_kwargs=own | once)  # type: ignore[no-untyped-call]
-    options["retry"] = Retry(BACKOFF, NESTED_RETRIES)
+    options = _with_wait(options, wait_s) | {"retry": Retry(BACKOFF, NESTED_RETRIES)}
     return sentinels.master_for(unquote(service), **options)  # type: ignore[no-untyped-call]
 
 

@@ -29,6 +29,7 @@ from recserve.features.history.history import (
     HistoryStore,
     Removal,
     Replacement,
+    Stored,
     StoredEvent,
     StoreUnavailable,
     event_key,
@@ -487,7 +488,10 @@ def _without_marks(user_ids: list[str]) -> list[str]:
     return [user_id for user_id in user_ids if len(user_id) <= MAX_ID_LENGTH]
 
 
-def _has_events(stored: np.ndarray | CorruptHistory) -> bool:
+def _has_events(stored: Stored) -> bool:
+    """Whether a user has events. Raises StoreUnavailable if nobody can say."""
+    if isinstance(stored, StoreUnavailable):
+        raise stored
     return isinstance(stored, CorruptHistory) or stored.size > 0
 
 

@@ -112,6 +112,7 @@ def start_cluster(folder: Path, started: list[subprocess.Popen[bytes]]) -> tuple
             "CLUSTER ADDSLOTSRANGE", str(bounds[number]), str(bounds[number + 1] - 1)
         )
         node.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+    for node in nodes:
         for port, bus in zip(ports, buses, strict=True):
             node.execute_command("CLUSTER MEET", "127.0.0.1", port, bus)
     wait_for(

@@ -51,6 +51,9 @@ class CorruptHistory(ValueError):
     """A user's stored value is damaged. It is neither used nor overwritten; `delete` removes it."""
 
 
+Stored = np.ndarray | CorruptHistory | StoreUnavailable
+
+
 @dataclass(frozen=True)
 class StoredEvent:
     """One event in a history store.
@@ -211,7 +214,7 @@ class HistoryStore(ABC):
     def get(self, user_id: str) -> np.ndarray:
         """Returns a user's events; no events for an unknown user. Raises CorruptHistory."""
         (found,) = self.get_many([user_id])
-        if isinstance(found, CorruptHistory):
+        if isinstance(found, Exception):
             raise found
         return found
 
@@ -219,11 +222,16 @@ class HistoryStore(ABC):
         """As `get`, for a request, which may not wait as long as the store takes."""
         return self.get(user_id)
 
+    def server(self, user_id: str) -> str:
+        """Returns the name of the server that has a user's history, where there are several."""
+        return ""
+
     @abstractmethod
-    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+    def get_many(self, user_ids: Sequence[str]) -> Sequence[Stored]:
         """Returns the events of each user in one round trip.
 
-        A damaged value is returned as a CorruptHistory in its place.
+        A damaged value is returned as a CorruptHistory in its place. So is StoreUnavailable for the
+        users of a server that fails, unless all fail.
         """
 
     def append(self, user_id: str, changes: Sequence[Change]) -> list[bool]:

@@ -27,6 +27,7 @@ from recserve.features.history.history import (
     Expiry,
     HistoryStore,
     Removal,
+    Stored,
     StoredEvent,
     StoredUsers,
     StoreOptions,
@@ -39,12 +40,14 @@ from recserve.features.history.history import (
 )
 from recserve.features.redis_connection import (
     FAILURES,
-    NoScriptError,
     ResponseError,
     call_many,
+    call_scripts,
     connect,
     describe,
+    load_script,
     scanners,
+    server_of,
 )
 
 PREFIX = b"recserve:history:"
@@ -68,7 +71,10 @@ local function checksum(head, body)
   end))
 end
 local stored = redis.pcall('GET', KEYS[1])
-if type(stored) == 'table' then return redis.error_reply('RECSERVE_CORRUPT not a string') end
+if type(stored) == 'table' then
+  if not string.find(stored.err, 'WRONGTYPE', 1, true) then return stored end
+  return redis.error_reply('RECSERVE_CORRUPT not a string')
+end
 local body = ''
 if stored then
   body = string.sub(stored, HEAD + 1)
@@ -186,25 +192,32 @@ class RedisStore(HistoryStore):
         self.cap = cap
         with self._failures():
             self._client: Any = connect(url, timeout_s=timeout_s)
-            self._script = self._client.script_load(APPEND)
+            self._script = load_script(self._client, APPEND)
 
-    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+    def server(self, user_id: str) -> str:
+        """Returns the name of the node that has a user's history; empty outside a cluster."""
+        return server_of(self._client, PREFIX + user_key(user_id))
+
+    def get_many(self, user_ids: Sequence[str]) -> list[Stored]:
         """Returns the events of each user in one round trip.
 
-        A damaged value, or a key of another type, is returned as a CorruptHistory in its place.
+        A damaged value, or a key of another type, is returned as a CorruptHistory in its place. So
+        is StoreUnavailable for the users of a cluster's node that fails, unless all fail.
         """
         # MGET would return nothing for a key of another type, as for an unknown user.
         gets = [("GET", PREFIX + user_key(user_id)) for user_id in user_ids]
         with self._failures():
             values = call_many(self._client, gets)
-            found: list[np.ndarray | CorruptHistory] = []
-            for value in values:
-                if isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE"):
-                    found.append(CorruptHistory("stored history is of another Redis type"))
-                elif isinstance(value, Exception):
-                    raise value
-                else:
-                    found.append(read_stored(value))
+        found: list[Stored] = []
+        for value in values:
+            if isinstance(value, ResponseError) and str(value).startswith("WRONGTYPE"):
+                found.append(CorruptHistory("stored history is of another Redis type"))
+            elif isinstance(value, Exception):
+                found.append(_unavailable(value))
+            else:
+                found.append(read_stored(value))
+        if found and all(isinstance(one, StoreUnavailable) for one in found):
+            raise StoreUnavailable(str(found[0]))
         return found
 
     def append_many(
@@ -212,15 +225,16 @@ class RedisStore(HistoryStore):
     ) -> dict[str, Applied | CorruptHistory]:
         """Changes the histories of several users in one round trip, atomically per user."""
         calls = [_call(user_id, made) for user_id, made in changes.items()]
+        given = [(1, call.key, self.cap, *call.runs) for call in calls]
         with self._failures():
-            replies = self._run(calls)
+            replies = call_scripts(self._client, APPEND, self._script, given)
         answers: dict[str, Applied | CorruptHistory] = {}
         for user_id, call, reply in zip(changes, calls, replies, strict=True):
             if isinstance(reply, ResponseError) and CORRUPT in str(reply):
                 answers[user_id] = CorruptHistory("stored history is damaged; nothing was appended")
                 continue
             if isinstance(reply, Exception):
-                raise StoreUnavailable(f"redis: {reply}") from reply
+                raise _unavailable(reply) from reply
             answers[user_id] = self._parse_reply(changes[user_id], call, reply)
         return answers
 
@@ -296,31 +310,13 @@ class RedisStore(HistoryStore):
         assert isinstance(before, np.ndarray), "the script has checked it"
         return Applied(taken.tolist(), merge(before, changes, self.cap).applied.revised)
 
-    def _run(self, calls: list[_Call]) -> list[Any]:
-        """Returns the script's replies, with errors in place. Reloads a script that is missing.
-
-        Servers of a cluster miss it one by one. A call that was made is not made again: its events
-        would count as duplicates.
-        """
-        commands = [("EVALSHA", self._script, 1, call.key, self.cap, *call.runs) for call in calls]
-        replies = call_many(self._client, commands)
-        missing = [
-            number for number, reply in enumerate(replies) if isinstance(reply, NoScriptError)
-        ]
-        if missing:
-            self._client.script_load(APPEND)
-            again = call_many(self._client, [commands[number] for number in missing])
-            for number, reply in zip(missing, again, strict=True):
-                replies[number] = reply
-        return replies
-
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Turns Redis' errors into StoreUnavailable."""
         try:
             yield
         except FAILURES as error:
-            raise StoreUnavailable(f"redis: {describe(error)}") from error
+            raise _unavailable(error) from error
 
 
 @dataclass(frozen=True)
@@ -366,6 +362,10 @@ def _correction(change: Correction) -> bytes:
         return REMOVE + records([StoredEvent(0, 0, change.event_key)]).tobytes()
     kind = REPLACE_IN_PLACE if change.keeps_time else REPLACE
     return kind + records([change.event]).tobytes()
+
+
+def _unavailable(error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"redis: {describe(error)}")
 
 
 def _digest(key: bytes) -> bytes:

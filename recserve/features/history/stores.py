@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -36,24 +36,22 @@ from recserve.features.history.history import (
     Expiry,
     HistoryStore,
     ListingUnsupported,
+    Stored,
     StoredUsers,
     StoreOptions,
     StoreUnavailable,
     without_expired,
 )
+from recserve.features.redis_urls import SCHEMES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 GROUP = "recserve.stores"
 TTL = "ttl_s"  # option of every store's URL
 _REDIS = "recserve.features.history.redis_store:RedisStore"
-REDIS_SCHEMES = (
-    *("redis", "rediss", "unix"),
-    *("redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster"),
-)
 BUILT_IN = (
     EntryPoint("lmdb", "recserve.features.history.lmdb_store:LmdbStore", GROUP),
-    *(EntryPoint(scheme, _REDIS, GROUP) for scheme in REDIS_SCHEMES),
+    *(EntryPoint(scheme, _REDIS, GROUP) for scheme in SCHEMES),
 )
 
 PAGE = 500  # users that one step of a sweep reads
@@ -147,7 +145,7 @@ class StoreWrapper(HistoryStore):
         """Not supported: `open_store` puts wrappers around an open store."""
         raise NotImplementedError(f"{cls.__name__} has no URL")
 
-    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+    def get_many(self, user_ids: Sequence[str]) -> Sequence[Stored]:
         """As the store's own."""
         return self.store.get_many(user_ids)
 
@@ -160,6 +158,10 @@ class StoreWrapper(HistoryStore):
     def delete(self, user_id: str) -> bool:
         """As the store's own."""
         return self.store.delete(user_id)
+
+    def server(self, user_id: str) -> str:
+        """As the store's own."""
+        return self.store.server(user_id)
 
     def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
         """As the store's own."""
@@ -190,11 +192,11 @@ class ExpiringStore(StoreWrapper):
         self._thread = threading.Thread(target=self._keep_sweeping, daemon=True, name="expiry")
         self._thread.start()
 
-    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+    def get_many(self, user_ids: Sequence[str]) -> Sequence[Stored]:
         """As the store's own, without expired events."""
         before_us = self._before_us()
         return [
-            found if isinstance(found, CorruptHistory) else without_expired(found, before_us)
+            without_expired(found, before_us) if isinstance(found, np.ndarray) else found
             for found in self.store.get_many(user_ids)
         ]
 
@@ -241,7 +243,7 @@ class ExpiringStore(StoreWrapper):
         late = [
             user_id
             for user_id, history in found
-            if not isinstance(history, CorruptHistory)
+            if isinstance(history, np.ndarray)
             and without_expired(history, before_us).size < history.size
         ]
         if late:
@@ -283,12 +285,13 @@ class GuardedStore(StoreWrapper):
       connection, do not count.
     - `reads` opens when five of the last ten reads of requests failed or were over time.
 
-    While a circuit is open, one call per second tries the store.
+    While a circuit is open, one call per second tries the store. Each server of the store has its
+    own two, so that one that fails does not refuse the users of the others.
 
     Attributes:
         read_timeout_s: Time limit of `read`; None waits for the store.
-        calls: Circuit of all calls.
-        reads: Circuit of `read`.
+        calls: Circuit of the calls for one user, by server. None has those for several users.
+        reads: Circuit of `read`, by server.
     """
 
     def __init__(
@@ -299,8 +302,12 @@ class GuardedStore(StoreWrapper):
     ) -> None:
         super().__init__(store)
         self.read_timeout_s, self._clock = read_timeout_s, clock
-        self.calls = Circuit("hangs", most_failures=5, window=5, clock=clock)
-        self.reads = Circuit("is too slow or fails", most_failures=5, window=10, clock=clock)
+        self.calls = defaultdict[str | None, Circuit](
+            lambda: Circuit("hangs", most_failures=5, window=5, clock=clock)
+        )
+        self.reads = defaultdict[str, Circuit](
+            lambda: Circuit("is too slow or fails", most_failures=5, window=10, clock=clock)
+        )
         self._threads = ThreadPoolExecutor(NUM_THREADS, "history")  # starts threads when used
 
     def read(self, user_id: str) -> np.ndarray:
@@ -311,58 +318,60 @@ class GuardedStore(StoreWrapper):
         """
         if self.read_timeout_s is None:
             return self.get(user_id)
-        self.reads.enter()
+        circuit = self.reads[self.store.server(user_id)]
+        circuit.enter()
         read = self._threads.submit(self.get, user_id)
         wait((read,), self.read_timeout_s)
         if not read.done():
             read.cancel()
-            self.reads.count_failure()
+            circuit.count_failure()
             raise StoreUnavailable(f"no answer within {1e3 * self.read_timeout_s:g} ms")
         try:
             history = read.result()
         except StoreUnavailable:
-            self.reads.count_failure()
+            circuit.count_failure()
             raise
         except CorruptHistory:
-            self.reads.count_success()
+            circuit.count_success()
             raise
-        self.reads.count_success()
+        circuit.count_success()
         return history
 
-    def get_many(self, user_ids: Sequence[str]) -> list[np.ndarray | CorruptHistory]:
+    def get_many(self, user_ids: Sequence[str]) -> Sequence[Stored]:
         """As the store's own."""
-        return self._call(lambda: self.store.get_many(user_ids))
+        return self._call(user_ids, lambda: self.store.get_many(user_ids))
 
     def append_many(
         self, changes: Mapping[str, Sequence[Change]]
     ) -> dict[str, Applied | CorruptHistory]:
         """As the store's own."""
-        return self._call(lambda: self.store.append_many(changes))
+        return self._call(list(changes), lambda: self.store.append_many(changes))
 
     def delete(self, user_id: str) -> bool:
         """As the store's own."""
-        return self._call(lambda: self.store.delete(user_id))
+        return self._call([user_id], lambda: self.store.delete(user_id))
 
     def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
         """As the store's own."""
-        return self._call(lambda: self.store.users(prefix, limit, after))
+        return self._call([], lambda: self.store.users(prefix, limit, after))
 
     def close(self) -> None:
         """Takes no more reads and releases the store. Threads end with the reads that they have."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.store.close()
 
-    def _call(self, function: Callable[[], T]) -> T:
+    def _call(self, user_ids: Sequence[str], function: Callable[[], T]) -> T:
         """Calls the store. Raises StoreUnavailable if it fails, or at once while it hangs."""
-        self.calls.enter()
+        circuit = self.calls[self.store.server(user_ids[0]) if len(user_ids) == 1 else None]
+        circuit.enter()
         began_s = self._clock()
         try:
             answer = function()
         except StoreUnavailable:
             if self._clock() - began_s >= SLOW_S:
-                self.calls.count_failure()
+                circuit.count_failure()
             raise
-        self.calls.count_success()
+        circuit.count_success()
         return answer
 
 

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import redis
 
+from recserve.bundle.bundle import Bundle
 from recserve.cli.doctor import without_password
+from recserve.features.catalog.catalog_log import JournalError
+from recserve.features.catalog.redis_log import RedisCatalogLog
+from recserve.features.catalog.versions import ChangeSet
 from recserve.features.history import redis_store
 from recserve.features.history.history import (
     Applied,
@@ -25,7 +29,7 @@ from recserve.features.history.history import (
 )
 from recserve.features.history.redis_store import PREFIX
 from recserve.features.history.stores import open_store
-from recserve.features.redis_connection import connect
+from recserve.features.redis_connection import CLUSTER_RIGHTS, FAILURES, RIGHTS, connect, describe
 from tests.support.redis_server import (
     make_certificate,
     servers,
@@ -34,6 +38,7 @@ from tests.support.redis_server import (
     start_sentinel,
     wait_for,
 )
+from tests.support.tiny_bundle import shared_bundle
 
 KINDS = ("acl", "unix", "tls", "client certificate", "sentinel", "cluster")
 PASSWORD, WRITTEN = "p/a?s#s@:%1", "p%2Fa%3Fs%23s%40%3A%251"
@@ -65,8 +70,7 @@ def start(kind: str, folder: Path, started: list) -> tuple[str, redis.Redis]:
         wait_for(path.exists, "no socket")
         return f"unix://{path}?db=3", redis.Redis(port=port, db=3)
     if kind == "acl":
-        rights = ("~recserve:*", "+@read", "+@write", "+@scripting", "+@connection")
-        plain.execute_command("ACL SETUSER", "shop", "on", f">{PASSWORD}", *rights)
+        plain.execute_command("ACL SETUSER", "shop", "on", f">{PASSWORD}", *RIGHTS)
         return f"redis://shop:{WRITTEN}@127.0.0.1:{port}/0", plain
     if tls:
         plain.config_set("tls-port", own := port + 16384)
@@ -113,6 +117,9 @@ def test_a_kind_of_redis_keeps_what_every_door_stores(kind, tmp_path, monkeypatc
         found = store.get_many(ids)
         assert isinstance(found[0], CorruptHistory)
         assert [len(one) for one in found[1:]] == [2] * (len(ids) - 1)
+        if kind == "cluster":  # redis-py would ask once per script where its key is
+            nodes = [redis.Redis(one.host, one.port) for one in plain.get_primaries()]
+            assert not any("cmdstat_command|getkeys" in one.info("commandstats") for one in nodes)
         if kind in ("sentinel", "cluster"):
             with pytest.raises(ValueError, match="no primary now"):
                 store.users("", 5, "00000000-0")
@@ -142,6 +149,92 @@ def test_a_cluster_moves_a_slot_and_nothing_is_lost(tmp_path):
         found = store.get_many(users)
         assert [len(one) for one in found] == [3 if user == "u7" else 1 for user in users]
         store.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_node_fails_its_own_users_only(how, tmp_path):
+    """In a batch, one by one, and after the circuits of the dead node have opened."""
+    with servers() as started:
+        url, plain = start("cluster", tmp_path, started)
+        for one in plain.get_primaries():
+            redis.Redis(one.host, one.port).config_set("cluster-require-full-coverage", "no")
+        store = open_store(url, StoreOptions(timeout_s=0.1, read_timeout_s=1))
+        users = [f"u{number}" for number in range(30)]
+        store.append_many({user: [event(1)] for user in users})
+        dead = plain.get_primaries()[1]
+        lost = {user for user in users if plain.get_node_from_key(PREFIX + user.encode()) == dead}
+        assert 0 < len(lost) < len(users)
+        (server,) = (one for one in started if str(dead.port) in one.args)
+        server.send_signal(how)
+
+        def outcome(ask):
+            try:
+                return type(ask())
+            except StoreUnavailable:
+                return StoreUnavailable
+
+        expected = [StoreUnavailable if user in lost else np.ndarray for user in users]
+        for _ in range(2):
+            assert [type(one) for one in store.get_many(users)] == expected
+            assert [outcome(lambda user=user: store.get(user)) for user in users] == expected
+            assert [outcome(lambda user=user: store.read(user)) for user in users] == expected
+            for user in users:
+                change = outcome(lambda user=user: store.append(user, [event(1)]))
+                assert change is (StoreUnavailable if user in lost else list)
+        other = open_store(url, StoreOptions(timeout_s=0.1))  # a server that starts meanwhile
+        assert len(other.get(next(user for user in users if user not in lost))) == 1
+        other.close()
+        store.close()
+
+
+@pytest.mark.parametrize("missing", [*RIGHTS, *CLUSTER_RIGHTS])
+def test_a_right_that_an_acl_user_lacks_is_named(missing, tmp_path):
+    """Each right of the list is needed, no more are, and a call that lacks one lists them."""
+    with servers() as started:
+        if missing in CLUSTER_RIGHTS:
+            _, ports = start_cluster(tmp_path, started)
+            scheme, path, rights = "redis+cluster", "", [*RIGHTS, *CLUSTER_RIGHTS]
+        else:
+            server, port = start_redis(tmp_path)
+            started.append(server)
+            scheme, path, ports, rights = "redis", "/2", [port], [*RIGHTS]
+        url = f"{scheme}://shop:{WRITTEN}@127.0.0.1:{ports[0]}{path}"
+        catalog = Bundle.open(shared_bundle()).catalog()
+
+        def histories():
+            store = open_store(url)
+            yield store.append("u", [event(1)])
+            yield store.get("u")
+            yield store.users("", 5, None)
+            yield store.delete("u")
+
+        def log():
+            log = RedisCatalogLog(connect(url, wait_s=1), catalog)
+            yield log.read()
+            yield log.append(ChangeSet(1))
+            yield log.wait(1, 0.01)
+            yield log.replace([ChangeSet(1)])
+
+        def errors(rights):
+            for port in ports:
+                plain = redis.Redis(port=port)
+                plain.execute_command("ACL SETUSER", "shop", "reset", "on", f">{PASSWORD}", *rights)
+                plain.flushall()
+                plain.script_flush()
+            found = []
+            for calls in (histories, log):
+                try:
+                    assert len(list(calls())) == 4
+                except (StoreUnavailable, JournalError) as error:
+                    found.append(str(error))
+                except FAILURES as error:  # of `connect`
+                    found.append(describe(error))
+            return found
+
+        assert errors(rights) == []
+        assert errors(["~recserve:*", "+@all"]) == []
+        named = errors([right for right in rights if right != missing])
+        assert named and all(" ".join(RIGHTS) in error for error in named), named
 
 
 def test_a_demoted_primary_is_left(tmp_path):
@@ -258,3 +351,15 @@ def test_a_failover_under_load_loses_no_acknowledged_event_that_was_replicated(h
             assert isinstance(found, np.ndarray)
             assert set(keys) <= set(found["event_key"].tolist())
         store.close()
+
+
+@pytest.mark.parametrize("kind", ["acl", "unix", "sentinel", "cluster"])
+def test_a_reply_of_a_client_that_waits_may_take_as_long(kind, tmp_path):
+    """A wait that is longer than the time limit of replies ends with its own time."""
+    with servers() as started:
+        url, _ = start(kind, tmp_path, started)
+        log = RedisCatalogLog(
+            connect(url, timeout_s=0.2, wait_s=1), Bundle.open(shared_bundle()).catalog()
+        )
+        assert not log.wait(1, 0.6)
+        log.close()

@@ -84,10 +84,10 @@ def test_slow_answers_open_the_circuit_although_some_are_quick(store, clock, rea
         refused(reads, "within")
         store.gate.set()
         answered(store, clock, reads)
-    assert not reads.reads.is_open
+    assert not reads.reads[""].is_open
     store.gate.clear()
     refused(reads, "within")
-    assert reads.reads.is_open
+    assert reads.reads[""].is_open
     store.gate.set()
     calls = len(store.calls)
     for _ in range(50):
@@ -110,11 +110,11 @@ def test_one_read_per_second_tries_a_slow_store_and_an_answer_in_time_ends_that(
     store.gate.set()
     clock.now_s += 1.0
     answered(store, clock, reads)
-    assert not reads.reads.is_open
+    assert not reads.reads[""].is_open
     store.gate.clear()
     for _ in range(4):  # the slow answers of before no longer count
         refused(reads, "within")
-    assert not reads.reads.is_open
+    assert not reads.reads[""].is_open
 
 
 def test_failures_count_too_and_damaged_histories_do_not(store, reads):
@@ -138,13 +138,13 @@ def test_a_slow_store_still_takes_changes(store, clock):
         refused(reads, "within")
     store.gate.set()
     refused(reads, "too slow")
-    assert reads.get("u").size == 0 and not reads.calls.is_open
+    assert reads.get("u").size == 0 and not reads.calls[""].is_open
     reads.close()
 
 
 def test_a_read_that_found_no_thread_never_reaches_the_store(store, reads):
     store.gate.clear()
-    reads.reads.most_failures = 1000
+    reads.reads[""].most_failures = 1000
     for _ in range(40):
         refused(reads, "within")
     store.gate.set()
