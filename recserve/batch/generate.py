@@ -1,8 +1,8 @@
 """Turns a table of users into a table of slates and a table of rejected rows.
 
 The generator reads and writes no files, so any runner that maps tables can call it, local or
-distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy`, `exclude_seen`
-and `filter` are optional, and so is each of their values.
+distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy`,
+`exclude_seen`, `filter` and `diversity` are optional, and so is each of their values.
 
 A job with `fields` writes one more column, `fields`: a struct of columns of the catalogue.
 """
@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 
 from recserve.batch.part import Generated
@@ -35,12 +34,10 @@ from recserve.features.tables.plain_columns import plain_schema
 from recserve.schemas.items import (
     MAX_FIELDS,
     MAX_K,
-    InvalidRequest,
     RecommendRequest,
     RecommendResponse,
 )
-from recserve.schemas.numbers import exact_number
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import converted, json_text
 
 ANSWERS = pa.schema(
     [
@@ -77,9 +74,8 @@ COLUMNS: dict[str, tuple[Accepts, str]] = {
     "strategy": (optional(is_any_text), "string"),
     "exclude_seen": (optional(pa.types.is_boolean), "bool"),
     "filter": (optional(is_any_text), "string"),
+    "diversity": (optional(is_any_text), "string"),
 }
-MAX_FILTER_LENGTH = 65_536
-FILTER: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=exact_number)
 
 Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | Exception]]
 
@@ -248,24 +244,12 @@ class Generator:
                 "strategy": given("strategy", self.defaults.strategy),
                 "beam_width": self.defaults.beam_width,
                 "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
-                "filter": _filter(row.get("filter")),
+                "filter": json_text("filter", row.get("filter")),
+                "diversity": json_text("diversity", row.get("diversity")),
                 "fields": list(self.defaults.fields),
             },
             RecommendRequest,
         )
-
-
-def _filter(text: str | None) -> Any:
-    """Returns the filter of a row as plain values. Raises InvalidRequest."""
-    if text is None:
-        return None
-    if len(text) > MAX_FILTER_LENGTH:
-        expected = f"expected at most {MAX_FILTER_LENGTH} characters"
-        raise InvalidRequest("filter", f"{expected}, got a string of length {len(text)}")
-    try:
-        return FILTER.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest("filter", f"expected JSON, got {text[:60]!r} ({error})") from None
 
 
 def _require_history(result: RecommendResponse | Exception) -> RecommendResponse | Exception:

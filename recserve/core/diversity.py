@@ -90,35 +90,54 @@ def first_k(rows: np.ndarray, caps: Seq[Cap], k: int) -> np.ndarray:
     return np.flatnonzero(inside)[:k]
 
 
-def meet_quota(
-    rows: np.ndarray,
-    more: np.ndarray,
-    wanted: np.ndarray,
-    count: int,
-    caps: Seq[Cap],
-    k: int,
+@dataclass(frozen=True)
+class Minimum:
+    """A least number of items of one kind in a slate.
+
+    Attributes:
+        count: The least number.
+        items: The items of this kind.
+    """
+
+    count: int
+    items: AllowedItems
+
+    def is_met(self, rows: np.ndarray) -> bool:
+        """Whether a slate [n] has enough items of this kind."""
+        return int(self.items.at(rows).sum()) >= self.count
+
+
+def meet_minimums(
+    rows: np.ndarray, more: Seq[np.ndarray], minimums: Seq[Minimum], caps: Seq[Cap], k: int
 ) -> np.ndarray:
     """Puts items that a slate needs in the places of its last ones that it does not.
 
+    The minimums take their items one after the other: each first those of the slate, best first,
+    then those of its own list. An item counts for every minimum whose kind it is.
+
     Args:
         rows: [n] item rows of the slate, best first, which satisfy the caps.
-        more: [m] further rows of wanted items, best first, none of them in the slate.
-        wanted: [n] bool, whether each row of the slate is a wanted item.
-        count: Least number of wanted items.
+        more: For each minimum, item rows of its kind, best first. Rows may be in the slate or in
+            several lists.
+        minimums: The minimums, whose counts add up to at most k.
         caps: The caps. None of them is relaxed.
         k: Most items of the slate.
 
     Returns:
-        [<= k] indices into `rows` followed by `more`. The items of the slate come first.
+        [<= k] item rows: those that stay, in their order, then the new ones.
     """
-    every = np.concatenate([rows, more])
-    here, others = np.flatnonzero(wanted), np.flatnonzero(~wanted)
-    if here.size >= count:
-        return np.arange(rows.size)
-    order = np.concatenate([here, np.arange(rows.size, every.size)])
-    needed = order[first_k(every[order], caps, count)]
-    order = np.concatenate([needed, others])
-    return np.sort(order[first_k(every[order], caps, k)])
+    if all(minimum.is_met(rows) for minimum in minimums):
+        return rows
+    needed = rows[:0]
+    for minimum, found in zip(minimums, more, strict=True):
+        lacking = minimum.count - int(minimum.items.at(needed).sum())
+        own = np.concatenate([rows[minimum.items.at(rows)], found])
+        own = own[np.sort(np.unique(own, return_index=True)[1])]
+        order = np.concatenate([needed, own[~np.isin(own, needed)]])
+        needed = order[first_k(order, caps, needed.size + max(lacking, 0))]
+    order = np.concatenate([needed, rows[~np.isin(rows, needed)]])
+    chosen = order[first_k(order, caps, k)]
+    return np.concatenate([rows[np.isin(rows, chosen)], chosen[~np.isin(chosen, rows)]])
 
 
 def still_open(

@@ -111,9 +111,9 @@ class ArmFields:
 
     @property
     def least_k(self) -> int:
-        """Fewest items of a slate that these fields fit: their quota `at_least`."""
+        """Fewest items of a slate that these fields fit: their quotas `at_least`."""
         diversity = self.values.get("diversity")
-        return 1 if diversity is None or diversity.at_least is None else diversity.at_least.count
+        return 1 if diversity is None else max(1, sum(one.count for one in diversity.quotas))
 
     def apply(self, body: B) -> B:
         """Returns a request with the fields of this arm."""

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from recserve.schemas.items import MAX_TIMEOUT_MS, Name, RequestId, TimeoutMs
+from recserve.schemas.items import MAX_TIMEOUT_MS, Name, OnDeadline, RequestId, TimeoutMs
 
 MAX_TENSORS = 8
 MAX_DATA = 1 << 20
 
+JsonText = Annotated[str, Meta(max_length=65_536)]
 Extent = Annotated[int, Meta(ge=0, le=MAX_DATA)]
 Shape = Annotated[list[Extent], Meta(min_length=1, max_length=2)]
 
@@ -54,6 +55,8 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         strategy: Strategy of `recommend`.
         beam_width: Beam width of `recommend`.
         exclude_seen: False allows items of the history in a slate.
+        diversity: Caps and quotas of `recommend`, as JSON text.
+        on_deadline: What answers a `recommend` whose deadline passes: `error`, `popular`, `latest`.
         scorer: Scorer of `rank`.
         timeout_ms: Deadline of the whole request.
         timeout: The same in microseconds, as Triton's clients send it; 0 sets none.
@@ -66,6 +69,8 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     strategy: Name | None = None
     beam_width: int | None = None
     exclude_seen: bool = True
+    diversity: JsonText | None = None
+    on_deadline: OnDeadline = "error"
     scorer: Name | None = None
     timeout_ms: TimeoutMs | None = None
     timeout: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS * 1000)] | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
@@ -33,6 +33,8 @@ MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
 MAX_WINDOW_S = 10 * 365 * 86_400
 MAX_FIELDS = 32
+MAX_CAPS = 8
+MAX_QUOTAS = 8
 # Values of fields in one answer: items times fields.
 MAX_FIELD_VALUES = MAX_CANDIDATES * MAX_FIELDS
 
@@ -60,6 +62,8 @@ RequestId = Annotated[str, REQUEST_ID]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
 Level = Annotated[int, Meta(ge=0, le=63)]
+OnDeadline = Literal["error", "popular", "latest"]
+CategoryLevel = Annotated[int, Meta(ge=0, le=15)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 # Columns of the catalogue that an answer shows for each item.
 FieldNames = Annotated[
@@ -149,20 +153,45 @@ class Quota(StrictStruct, frozen=True, kw_only=True):
     filter: dict[str, Any] | None = None
 
 
+class ColumnCap(StrictStruct, frozen=True, kw_only=True):
+    """Most items of a slate that share a value of a column.
+
+    Attributes:
+        field: A column that filters can read. Items without a value are not limited.
+        most: Most items with the same value. Of a list, each value counts.
+        level: Only of `categories`: items share the beginning of a path up to this level; the
+            first level is 0. None compares whole paths.
+    """
+
+    field: Annotated[str, Meta(min_length=1, max_length=256)]
+    most: Cap
+    level: CategoryLevel | None = None
+
+
 class Diversity(StrictStruct, frozen=True, kw_only=True):
-    """Caps on similar items in a slate, and a quota of items of one kind.
+    """Caps on similar items in a slate, and quotas of items of some kinds.
 
     Attributes:
         category: Most items that share a category path.
+        caps: Most items that share a value of a column, for several columns.
         prefix: `[level, n]` allows at most n items whose codes agree up to that level; the first
             level is 0.
-        at_least: Least number of items of one kind. Where no more of them are allowed, the slate
-            has fewer and `degraded` says so.
+        at_least: Least number of items of one kind, or a list of such quotas, whose counts add up
+            to at most k. Where no more of them are allowed, the slate has fewer and `degraded`
+            says so.
     """
 
     category: Cap | None = None
+    caps: Annotated[list[ColumnCap], Meta(max_length=MAX_CAPS)] = []
     prefix: tuple[Level, Cap] | None = None
-    at_least: Quota | None = None
+    at_least: Quota | Annotated[list[Quota], Meta(max_length=MAX_QUOTAS)] | None = None
+
+    @property
+    def quotas(self) -> list[Quota]:
+        """The quotas of `at_least`, one or several."""
+        if isinstance(self.at_least, Quota):
+            return [self.at_least]
+        return self.at_least or []
 
 
 class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
@@ -175,7 +204,9 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
             the beams. None means the bundle's weight.
         outcome: Weights of event types that the slate should lead to; only `dense` uses it. None
             means the distribution of the training events.
-        diversity: Caps on similar items.
+        diversity: Caps on similar items, and quotas.
+        on_deadline: What answers if the model is not ready at the deadline: an `error`, or the
+            list `popular` or `latest`.
         fields: Columns that the response has for each item: `title`, `categories`,
             `available_from`, `expires_at` and other columns of the items file.
     """
@@ -190,6 +221,7 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     filter: dict[str, Any] | None = None
     outcome: Mix | None = None
     diversity: Diversity | None = None
+    on_deadline: OnDeadline = "error"
     fields: FieldNames = []
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None

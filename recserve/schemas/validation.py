@@ -35,7 +35,7 @@ from recserve.schemas.items import (
     MissingField,
     UnknownField,
 )
-from recserve.schemas.numbers import ENCODER
+from recserve.schemas.numbers import ENCODER, exact_number
 
 T = TypeVar("T")
 Step = str | int
@@ -47,6 +47,7 @@ _MISSING = re.compile(r"Object missing required field (.*)")
 GOT_FLOAT = "got `float`"
 MAX_NUMBER = 10**100  # larger ones are not written as text
 _LEAP = re.compile(r"(.{10}[Tt ]\d\d:\d\d:)60(.*)", re.ASCII | re.DOTALL)
+_JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=exact_number)
 _ENTRY = "[...]"  # msgspec's path step for some entry of a mapping; it does not name the key
 
 
@@ -73,6 +74,23 @@ def converted(given: Any, kind: type[T]) -> T:
         return msgspec.convert(whole, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise validation_error(str(error), whole, kind) from None
+
+
+def json_text(param: str, text: str | None, max_length: int = 65_536) -> Any:
+    """Returns a field that is written as JSON text, such as a column of a table, as plain values.
+
+    Raises:
+        InvalidRequest: If the text is too long or not JSON.
+    """
+    if text is None:
+        return None
+    if len(text) > max_length:
+        expected = f"expected at most {max_length} characters"
+        raise InvalidRequest(param, f"{expected}, got a string of length {len(text)}")
+    try:
+        return _JSON.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(param, f"expected JSON, got {text[:60]!r} ({error})") from None
 
 
 def number_texts(given: Any, kind: Any) -> Any:

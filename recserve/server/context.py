@@ -472,7 +472,14 @@ class RequestContext:
         """
         futures = [future for work in works for future in work.futures]
         if futures:
-            await self.wait(futures, deadline_s, together=False)
+            late = [work.late for work in works if work.late is not None]
+            if late:  # the list is sent before the deadline, whatever the engine does
+                deadline_s = min(deadline_s, *(one.at_s - GRACE_S for one in late))
+            try:
+                await self.wait(futures, deadline_s, together=False)
+            except DeadlineExceeded:
+                if len(late) < len(works):
+                    raise
 
         def answers() -> list[A | Exception]:
             return [work.outcome() for work in works]
@@ -514,7 +521,10 @@ class RequestContext:
             DeadlineExceeded: If the deadline passes.
             Exception: What the request fails with.
         """
-        work = await self.submit(part, body, request_id, deadline_s)
+        try:
+            work = await self.submit(part, body, request_id, deadline_s)
+        except DeadlineExceeded:
+            (work,) = await self._begin_late(part, [body], [request_id])
         (outcome,) = await self.gather([work], deadline_s, is_large(body))
         if isinstance(outcome, Exception):
             raise outcome
@@ -540,7 +550,11 @@ class RequestContext:
         """
         arms = self.state.arms
         if arms is None or self.untracked:
-            works = await self.prepare(submit, deadline_s, self._item_threads(bodies))
+            try:
+                works = await self.prepare(submit, deadline_s, self._item_threads(bodies))
+            except DeadlineExceeded:
+                ids = [numbered(self.trace.request_id, number) for number in range(len(bodies))]
+                works = await self._begin_late(part, bodies, ids)
             return await self.gather(works, deadline_s, is_large(bodies))
 
         async def answer(number: int, body: Asked) -> Answered | Exception:
@@ -562,6 +576,24 @@ class RequestContext:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _begin_late(
+        self, part: ItemService[Asked, Answered], bodies: Sequence[Asked], ids: Sequence[str]
+    ) -> list[Pending[Answered]]:
+        """Starts what requests want at a deadline that passed before they were prepared.
+
+        Raises:
+            DeadlineExceeded: If one of them wants no list.
+        """
+
+        def begin() -> list[Pending[Answered]]:
+            works = [part.begin_late(*each) for each in zip(bodies, ids, strict=True)]
+            found = [work for work in works if work is not None]
+            if len(found) < len(works):
+                raise DeadlineExceeded(LATE)
+            return found
+
+        return await self.compute(begin, is_large(list(bodies)))
 
     def record(self, answer: A | Exception) -> A:
         """Records an answer in the trace and returns it; raises it if it is an error."""

@@ -53,6 +53,7 @@ from recserve.server.routes.completions import write_texts
 from recserve.service import Service
 from recserve.service.errors import UnknownModel
 from recserve.service.pending import ItemService
+from recserve.service.recommend import DEADLINE_PASSED
 from recserve.service.snapshot import LISTS
 from recserve.service.text.prompts import speculation
 
@@ -520,6 +521,9 @@ def _record_answer(
     began_s: float,
     answer: RecommendResponse | RankResponse,
 ) -> None:
+    if DEADLINE_PASSED in answer.degraded:  # a list stands in for the arm, which failed
+        experiment.record(arm, ArmResult(seconds=None, failed=True))
+        return
     seconds = time.monotonic() - began_s
     experiment.record(arm, ArmResult(seconds, empty=_is_empty(answer)))
 

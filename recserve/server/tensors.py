@@ -25,7 +25,7 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.schemas.numbers import ENCODER
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import converted, json_text
 
 USER, HISTORY, K, CANDIDATES = "user_id", "history", "k", "candidates"
 TYPES = {USER: "BYTES", HISTORY: "BYTES", K: "INT64", CANDIDATES: "BYTES"}
@@ -71,6 +71,8 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
         "k": k,
         "exclude": {"seen": given.exclude_seen},
         "fields": _requested_fields(body),
+        "diversity": json_text("parameters.diversity", given.diversity),
+        "on_deadline": given.on_deadline,
     }
     if given.strategy is not None:
         fields["strategy"] = given.strategy

@@ -242,8 +242,9 @@ def is_large(body: object) -> bool:
             ids += len(one.candidates)
             values += len(one.candidates) * len(one.fields)
             continue
-        quota = one.diversity is not None and one.diversity.at_least is not None
-        if one.filter is not None or quota or one.k > LARGE_K:
+        # Quotas read filters, and the first cap on a column reads all items.
+        rules = one.diversity is not None and (one.diversity.quotas or one.diversity.caps)
+        if one.filter is not None or rules or one.k > LARGE_K:
             return True
         ids += len(one.exclude.item_ids)
         values += one.k * len(one.fields)

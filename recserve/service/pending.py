@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from recserve.core.errors import DeadlineExceeded
 from recserve.core.futures import wait_all
 from recserve.core.request import Request, Timing
 from recserve.engine.engine import Engine
@@ -22,6 +23,19 @@ A = TypeVar("A", covariant=True)
 B = TypeVar("B", bound=RecommendRequest | RankRequest)
 
 
+@dataclass(frozen=True)
+class Late(Generic[A]):
+    """An answer without the engine, for a request whose deadline passes.
+
+    Attributes:
+        at_s: time.monotonic() value at which the engine's work ends, a little before the deadline.
+        answer: Builds the answer.
+    """
+
+    at_s: float
+    answer: Callable[[], A]
+
+
 @dataclass
 class Pending(Generic[A]):
     """An answer that the engine computes.
@@ -29,14 +43,21 @@ class Pending(Generic[A]):
     Attributes:
         futures: The engine's results; empty if the answer does not need the engine.
         finish: Builds the answer from the results, in the order of the futures.
+        late: The answer for a deadline that passes; None raises DeadlineExceeded.
     """
 
     futures: Sequence[Future[Any]]
     finish: Callable[[list[Any]], A]
+    late: Late[A] | None = None
 
     def wait(self) -> A:
         """Waits for the answer. Raises the engine's exception if the request failed."""
-        return self.finish(wait_all(self.futures))
+        try:
+            return self.finish(wait_all(self.futures))
+        except (DeadlineExceeded, CancelledError):
+            if self.late is None:
+                raise
+            return self.late.answer()
 
     def cancel(self) -> None:
         """Ends the work of the engine, if it is not done."""
@@ -58,14 +79,16 @@ class Prepared(Generic[A]):
     Attributes:
         queries: What the engine computes; empty if the answer does not need the engine.
         finish: As in `Pending`.
+        late: As in `Pending`.
     """
 
     queries: Sequence[Request]
     finish: Callable[[list[Any]], A]
+    late: Late[A] | None = None
 
     def begin(self, engine: Engine) -> Pending[A]:
         """Submits the queries, all or none. Raises what the engine refuses them with."""
-        return Pending(engine.submit_all(self.queries), self.finish)
+        return Pending(engine.submit_all(self.queries), self.finish, self.late)
 
 
 def begin_prepared(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> list[Pending[A]]:
@@ -79,7 +102,7 @@ def begin_prepared(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -
     return [
         fail_with(one)
         if isinstance(one, Exception)
-        else Pending([next(futures) for _ in one.queries], one.finish)
+        else Pending([next(futures) for _ in one.queries], one.finish, one.late)
         for one in answers
     ]
 
@@ -162,6 +185,14 @@ class ItemService(ABC, Generic[B, A]):
             QueueFull: If the queue of the engine is full.
         """
         return self._prepare(body, request_id, deadline_s).begin(self._engine)
+
+    def begin_late(self, body: B, request_id: str | None = None) -> Pending[A] | None:
+        """Starts the answer for a deadline that passed before the request was prepared.
+
+        Returns:
+            An answer that needs neither the engine nor the store; None if the request wants none.
+        """
+        return None
 
     def check_together(self, bodies: Sequence[B]) -> None:
         """Raises InvalidRequest if the requests of one body ask for too many values of fields."""

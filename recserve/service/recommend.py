@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 from msgspec import UNSET, UnsetType, structs
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.diversity import first_k, meet_quota, still_open
+from recserve.core.diversity import Minimum, first_k, meet_minimums, still_open
 from recserve.core.request import Slate, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.features.catalog.filters import FilterError
 from recserve.schemas.explanation import Explanation
 from recserve.schemas.items import (
+    Diversity,
     InvalidRequest,
     LoggedItem,
     MissingField,
@@ -44,6 +46,7 @@ from recserve.service.live_catalog import LiveCatalog
 from recserve.service.pending import (
     ItemCall,
     ItemService,
+    Late,
     Pending,
     Prepared,
     begin_prepared,
@@ -54,6 +57,9 @@ from recserve.service.snapshot import LISTS, MAX_ABSENT, POPULAR, Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
+DEADLINE_PASSED = "deadline_passed"
+# A list is built and sent in the last part of a request's time: 10 ms, or a fifth of less than 50.
+LATE_S, LATE_SHARE = 0.01, 0.2
 
 
 class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
@@ -134,6 +140,29 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             ],
         )
 
+    def begin_late(
+        self, body: RecommendRequest, request_id: str | None = None
+    ) -> Pending[RecommendResponse] | None:
+        """Starts the list that `on_deadline` names, without the stored history of a user."""
+        if body.on_deadline == "error":
+            return None
+        unread = body.user is not None and body.history is None
+        listed = structs.replace(
+            body,
+            strategy=body.on_deadline,
+            dense_weight=None,
+            outcome=None,
+            history=[] if unread else body.history,
+        )
+        pending = self.begin(listed, request_id)
+        reasons = [*["history_unavailable"] * unread, DEADLINE_PASSED]
+
+        def finish(results: list[Slate]) -> RecommendResponse:
+            answer = pending.finish(results)
+            return structs.replace(answer, degraded=[*answer.degraded, *reasons])
+
+        return Pending((), finish)
+
     def _num_items(self, body: RecommendRequest) -> int:
         return body.k
 
@@ -166,6 +195,11 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             call.watch.features_done()
             return Prepared((), finish)
         assert self.prefixes is not None
+        deadline_s, late = call.deadline_s, None
+        if body.on_deadline != "error" and deadline_s is not None:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            deadline_s -= min(LATE_S, LATE_SHARE * left_s)
+            late = Late(deadline_s, lambda: self._respond_late(builder, plan))
         query = SlateQuery(
             prefix=self.prefixes.build(
                 snapshot, history.rows, None if body.user is None else body.user.id
@@ -183,15 +217,20 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             caps=builder.caps,
             explain=body.explain,
             log_probs=self.log_probs,
-            deadline_s=call.deadline_s,
+            deadline_s=deadline_s,
         )
         queries = [query]
-        if builder.quota is not None:  # its items are searched beside the slate
-            count, wanted = builder.quota
-            wanted.leaves(snapshot.trie)  # computed here to keep the work off the engine's thread
-            queries.append(replace(query, k=count, allowed=wanted, explain=False))
+        for quota in builder.quotas:  # their items are searched beside the slate
+            quota.items.leaves(snapshot.trie)  # computed here, off the engine's thread
+            queries.append(replace(query, k=quota.count, allowed=quota.items, explain=False))
         call.watch.features_done()
-        return Prepared(queries, finish)
+        return Prepared(queries, finish, late)
+
+    def _respond_late(self, builder: SlateBuilder, plan: SlatePlan) -> RecommendResponse:
+        """Returns the list that `on_deadline` names, for a search that has missed the deadline."""
+        builder.list_name = builder.body.on_deadline
+        builder.degraded.append(DEADLINE_PASSED)
+        return self._respond(builder, [], plan, builder.list_name)
 
     def _plan(self, body: RecommendRequest, deadline_s: float | None) -> SlatePlan:
         """Resolves how the request is searched.
@@ -300,7 +339,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
 
         Args:
             builder: What may be in the slate.
-            results: The slate and, with a quota, a slate of its items; none for a slate from a
+            results: The slate, then a slate of the items of each quota; none for a slate from a
                 list.
             plan: How the slate was searched.
             strategy: The strategy that the answer names.
@@ -308,18 +347,23 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         body, degraded = builder.body, builder.degraded
         slate = results[0] if results else None
         rows, scores = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-        for number, result in enumerate(results):
+        found: list[tuple[np.ndarray, np.ndarray]] = []
+        for result in results:
             legal = builder.legal(result.rows)
             if not legal.all():
                 self._count_illegal(int((~legal).sum()))
                 degraded = [*degraded, "illegal_items"]
-            found = result.rows[legal], result.scores[legal]
-            rows, scores = builder.with_quota(rows, scores, *found) if number else found
+            found.append((result.rows[legal], result.scores[legal]))
+        if found:
+            rows, scores = found[0]
+        if found and builder.quotas:
+            rows, scores = builder.with_quotas(rows, scores, found[1:])
         missing = body.k - rows.size
         filled = builder.fill(missing, rows) if missing > 0 else rows[:0]
-        if builder.quota is not None:
-            rows, scores, filled = builder.fill_quota(rows, scores, filled)
-            if not builder.meets_quota(np.concatenate([rows, filled])):
+        if builder.quotas:
+            rows, scores, filled = builder.fill_quotas(rows, scores, filled)
+            slate_rows = np.concatenate([rows, filled])
+            if not all(quota.is_met(slate_rows) for quota in builder.quotas):
                 degraded = [*degraded, "at_least_unmet"]
         if rows.size + filled.size < body.k:
             degraded = [*degraded, "fewer_than_k"]
@@ -391,12 +435,11 @@ class SlateBuilder:
         snapshot: The catalogue version of the answer.
         history: The user's history.
         allowed: Items that satisfy the filter; None without a filter.
-        filter_hints: Texts about values that no item has, of the filter and of the quota's filter.
+        filter_hints: Texts about values that no item has, of the filter and of quotas' filters.
         list_name: List that fills the slate, one of LISTS.
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
-        quota: Least number of items of one kind, and these items as far as they are allowed; None
-            without a quota.
+        quotas: Least numbers of items of some kinds, with these items as far as they are allowed.
         degraded: Reasons why the slate is less than requested.
     """
 
@@ -429,10 +472,10 @@ class SlateBuilder:
             self.degraded.append("hurried")
         if plan.untrained:
             self.degraded.append("no_recommender")
-        self.quota = None
+        self.quotas: list[Minimum] = []
         diversity = call.body.diversity
         if diversity is not None and diversity.at_least is not None:
-            self.quota = self._read_quota(diversity.at_least, clock)
+            self.quotas = self._read_quotas(diversity, clock)
         if self.filter_hints:
             self.degraded.append("unknown_filter_values")
         unwanted = (self._find_excluded(), self._find_seen(), history.hidden)
@@ -458,9 +501,21 @@ class SlateBuilder:
             self.degraded.append("seen_within_s_ignored")
         return history.rows_within(exclude.seen_within_s)
 
-    def _read_quota(self, quota: Quota, clock: Callable[[], int]) -> tuple[int, AllowedItems]:
-        """Returns the least number of items, and the items. Raises InvalidRequest."""
-        where = "diversity.at_least"
+    def _read_quotas(self, diversity: Diversity, clock: Callable[[], int]) -> list[Minimum]:
+        """Returns the quotas with their items. Raises InvalidRequest."""
+        where, given = "diversity.at_least", diversity.quotas
+        if isinstance(diversity.at_least, Quota):
+            return [self._read_quota(where, diversity.at_least, clock)]
+        found = [
+            self._read_quota(f"{where}[{place}]", one, clock) for place, one in enumerate(given)
+        ]
+        if (total := sum(one.count for one in given)) > self.body.k:
+            expected = f"expected counts that add up to at most k = {self.body.k}"
+            raise InvalidRequest(where, f"{expected}, got {total}")
+        return found
+
+    def _read_quota(self, where: str, quota: Quota, clock: Callable[[], int]) -> Minimum:
+        """Returns a quota with its items. Raises InvalidRequest."""
         if quota.count > self.body.k:
             raise InvalidRequest(f"{where}.count", f"at most k = {self.body.k}, got {quota.count}")
         if quota.new_within_s is None and quota.filter is None:
@@ -477,56 +532,50 @@ class SlateBuilder:
             self.filter_hints = list(both)[:MAX_ABSENT]
         if self.allowed is not None:
             mask &= self.allowed.mask()
-        return quota.count, AllowedItems.of(mask)
+        return Minimum(quota.count, AllowedItems.of(mask))
 
-    def with_quota(
-        self, rows: np.ndarray, scores: np.ndarray, more: np.ndarray, their_scores: np.ndarray
+    def with_quotas(
+        self,
+        rows: np.ndarray,
+        scores: np.ndarray,
+        found: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows and scores of a slate with as many items of the quota as needed.
+        """Returns the rows and scores of a slate with as many items of the quotas as needed.
 
         Args:
             rows: [n] rows of the slate, best first.
             scores: [n] their scores.
-            more: [m] rows of the quota's best items, best first.
-            their_scores: [m] their scores.
+            found: Rows and scores of each quota's best items, best first.
         """
-        assert self.quota is not None
-        count, wanted = self.quota
-        fresh = ~np.isin(more, rows)
-        both = np.concatenate([rows, more[fresh]])
-        values = np.concatenate([scores, their_scores[fresh]])
-        places = meet_quota(rows, more[fresh], wanted.at(rows), count, self.caps, self.body.k)
+        more = [rows for rows, _ in found]
+        slate = meet_minimums(rows, more, self.quotas, self.caps, self.body.k)
+        # The first of equal rows counts: the score of the slate.
+        every, places = np.unique(np.concatenate([rows, *more]), return_index=True)
+        values = np.concatenate([scores, *(values for _, values in found)])[places]
+        values = values[np.searchsorted(every, slate)]
         if (scores[1:] <= scores[:-1]).all():  # a strategy whose order is that of its scores
-            places = places[np.lexsort((both[places], -values[places]))]
-        return both[places], values[places]
+            order = np.lexsort((slate, -values))
+            slate, values = slate[order], values[order]
+        return slate, values
 
-    def fill_quota(
+    def fill_quotas(
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns a filled slate with items of the quota from the list, as many as needed.
+        """Returns a filled slate with items of the quotas from the list, as many as needed.
 
         Args:
             rows: [n] rows from the model, best first.
             scores: [n] their scores.
             filled: [m] rows of the list that follow them.
         """
-        assert self.quota is not None
-        count, wanted = self.quota
         slate = np.concatenate([rows, filled])
-        if self.meets_quota(slate):
+        if all(quota.is_met(slate) for quota in self.quotas):
             return rows, scores, filled
-        more = self.fill(count, np.zeros(0, np.int64), wanted)
-        more = more[~np.isin(more, slate)]
-        places = meet_quota(slate, more, wanted.at(slate), count, self.caps, self.body.k)
-        stay = places[places < rows.size]
-        after = np.concatenate([slate, more])[places[places >= rows.size]]
-        return rows[stay], scores[stay], after
-
-    def meets_quota(self, rows: np.ndarray) -> bool:
-        """Returns True if a slate has enough items of the quota."""
-        assert self.quota is not None
-        count, wanted = self.quota
-        return int(wanted.at(rows).sum()) >= count
+        none = np.zeros(0, np.int64)
+        more = [self.fill(quota.count, none, quota.items) for quota in self.quotas]
+        slate = meet_minimums(slate, more, self.quotas, self.caps, self.body.k)
+        stay = np.isin(rows, slate)
+        return rows[stay], scores[stay], slate[~np.isin(slate, rows)]
 
     def legal(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for existing rows that are not excluded and satisfy the filter."""

@@ -1,7 +1,7 @@
 """A catalogue version as a request reads it: rows, trie, filters, category groups, lists.
 
 `Snapshot` is the version with its lookup structures, at one time: items that have not begun or have
-ended are not in its trie. All snapshots of a bundle share one `FilterCache`, one `BundleCategories`
+ended are not in its trie. All snapshots of a bundle share one `FilterCache`, one `Groupings`
 and one `Popularity`.
 """
 
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,15 @@ import torch
 from recserve.core.allowed import AllowedItems, packed_rows
 from recserve.core.diversity import Cap, PrefixGroups
 from recserve.features.catalog.catalog import Catalog, item_keys
-from recserve.features.catalog.filters import AbsentValue, ItemFilters, equal_values
+from recserve.features.catalog.filters import (
+    CATEGORIES,
+    AbsentValue,
+    FilterError,
+    GroupBy,
+    ItemFilters,
+    equal_values,
+)
+from recserve.features.catalog.item_groups import Groupings, VersionGroups
 from recserve.features.catalog.popularity import Popularity
 from recserve.features.catalog.versions import (
     NO_ROWS,
@@ -33,7 +41,6 @@ from recserve.features.catalog.versions import (
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.arrays import RowMap, are_among
 from recserve.features.vectors.vector_index import VersionIndex
-from recserve.features.words import canonical
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.insertion import insert_items
 from recserve.kernels.trie.trie import Trie, build_trie
@@ -60,7 +67,7 @@ class Snapshot:
         trie: The base trie with the later items inserted.
         filters: Filters over the bundle's own items.
         filter_cache: Filters of earlier requests; all versions share it.
-        categories: Category groups that `diversity` limits.
+        groupings: Groups of items by the columns that caps limit.
         popularity: Live counts of events.
         outside: Ascending rows of items that have not begun or have ended.
         until_us: Time at which `outside` changes, in microseconds since 1970; None for never.
@@ -74,7 +81,7 @@ class Snapshot:
     trie: Trie
     filters: ItemFilters
     filter_cache: FilterCache
-    categories: BundleCategories
+    groupings: Groupings
     popularity: Popularity
     outside: np.ndarray
     until_us: int | None
@@ -97,10 +104,11 @@ class Snapshot:
         trie = build_trie(codes, catalog.semantic_ids.codebook_sizes).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
-        filters, categories = ItemFilters(catalog.items), BundleCategories(catalog.items.categories)
+        filters = ItemFilters(catalog.items)
         counts = Popularity(catalog.popularity) if popularity is None else popularity
         cache = FilterCache()
-        return Snapshot(first, trie, trie, filters, cache, categories, counts, NO_ROWS, None)
+        groupings = Groupings(filters)
+        return Snapshot(first, trie, trie, filters, cache, groupings, counts, NO_ROWS, None)
 
     def at(
         self, items: CatalogVersion, ranking: RankingTables | None, base: Trie, now_us: int
@@ -255,14 +263,22 @@ class Snapshot:
         """Translates a request's `diversity` into caps; None sets no caps.
 
         Raises:
-            InvalidRequest: If the prefix level does not exist.
+            InvalidRequest: If the prefix level or a column does not exist.
         """
         caps: list[Cap] = []
-        if diversity is not None and diversity.category is not None:
-            # The index is built here to keep the work off the engine's thread.
-            groups = CategoryGroups(self.items, self.categories, self.categories.index)
-            caps.append(Cap(groups, diversity.category))
-        if diversity is not None and diversity.prefix is not None:
+        if diversity is None:
+            return ()
+        # Indexes are built here to keep the work off the engine's thread.
+        if diversity.category is not None:
+            caps.append(self._cap(GroupBy(CATEGORIES), diversity.category))
+        for place, cap in enumerate(diversity.caps):
+            try:
+                by = self.filters.group_by(cap.field, cap.level)
+            except FilterError as error:
+                where = f"diversity.caps[{place}].{error.param}"
+                raise InvalidRequest(where, str(error)) from None
+            caps.append(self._cap(by, cap.most))
+        if diversity.prefix is not None:
             level, limit = diversity.prefix
             if level >= (levels := self.trie.num_levels):
                 raise InvalidRequest(
@@ -270,6 +286,9 @@ class Snapshot:
                 )
             caps.append(Cap(PrefixGroups(self.trie, level), limit))
         return tuple(caps)
+
+    def _cap(self, by: GroupBy, limit: int) -> Cap:
+        return Cap(VersionGroups(self.items, self.groupings.of(by)), limit)
 
     def answerable(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] bool: True for rows that exist in this version and are not hidden."""
@@ -394,117 +413,3 @@ class FilterCache:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-@dataclass(frozen=True)
-class GroupIndex:
-    """Groups of the bundle's own items, in both directions.
-
-    Attributes:
-        offsets: [I + 1] int64; item row i belongs to `groups[offsets[i] : offsets[i + 1]]`.
-        groups: [m] int64 groups, in the order of item rows.
-        ordered: [m] int64 the same groups in ascending order.
-        rows: [m] int64 item row of each entry of `ordered`.
-    """
-
-    offsets: np.ndarray
-    groups: np.ndarray
-    ordered: np.ndarray
-    rows: np.ndarray
-
-    @staticmethod
-    def read(lists: list[list[int]]) -> GroupIndex:
-        """Builds the arrays from the list of groups of each item row."""
-        counts = [len(groups) for groups in lists]
-        groups = np.array([group for groups in lists for group in groups], dtype=np.int64)
-        order = np.argsort(groups, kind="stable")
-        rows = np.repeat(np.arange(len(lists)), counts)
-        return GroupIndex(np.cumsum([0, *counts]), groups, groups[order], rows[order])
-
-    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns index pairs (position in `rows`, group), as defined in core/diversity.py."""
-        # Row i of `rows` owns counts[i] consecutive pairs. `place` repeats i, and `inner` counts
-        # 0..counts[i] - 1 within the run.
-        counts = self.offsets[rows + 1] - self.offsets[rows]
-        place = np.repeat(np.arange(rows.size), counts)
-        inner = np.arange(place.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        return place, self.groups[self.offsets[rows][place] + inner]
-
-    def items(self, group: int) -> np.ndarray:
-        """Returns the item rows of a group."""
-        first, last = (np.searchsorted(self.ordered, group, side) for side in ("left", "right"))
-        return self.rows[first:last]
-
-
-class BundleCategories:
-    """Numbers the category paths of a bundle and of its later versions.
-
-    Each whole path is one group; its parts are not groups. Paths that are canonically equivalent
-    are one path. Several threads may call this class.
-    """
-
-    def __init__(self, paths: list[list[str]]) -> None:
-        """Stores the category paths of each of the bundle's items."""
-        self._paths = paths
-        self._numbers: dict[str, int] = {}
-        self._names: dict[int, str] = {}
-        self._next = count()
-
-    @cached_property
-    def index(self) -> GroupIndex:
-        """Groups of the bundle's own items; built by the first request with a category cap."""
-        return GroupIndex.read([self.of_paths(paths) for paths in self._paths])
-
-    def of_paths(self, paths: list[str]) -> list[int]:
-        """Returns the distinct groups of an item; a new path gets a new number."""
-        return [self._number(path) for path in dict.fromkeys(map(canonical, paths))]
-
-    def path(self, group: int) -> str:
-        """Returns the canonical category path of a group."""
-        return self._names[group]
-
-    def _number(self, path: str) -> int:
-        number = self._numbers.get(path)
-        if number is None:
-            new = next(self._next)
-            self._names[new] = path  # stored before another thread can see the number
-            number = self._numbers.setdefault(path, new)
-        return number
-
-
-@dataclass(frozen=True)
-class CategoryGroups:
-    """Category groups of one catalogue version, with the interface of core/diversity.py.
-
-    Attributes:
-        version: The version; its changed items override the bundle's groups.
-        bundle: Numbers of the category paths.
-        index: Groups of the bundle's own items.
-    """
-
-    version: CatalogVersion
-    bundle: BundleCategories
-    index: GroupIndex
-
-    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns index pairs (position in `rows`, group), one per category path of an item."""
-        changed = np.isin(rows, self.version.record_rows)
-        old = np.flatnonzero(~changed)
-        place, group = self.index.of(rows[old])
-        pairs = [
-            (place, group)
-            for place in np.flatnonzero(changed).tolist()
-            for group in self.bundle.of_paths(self.version.record(rows[place]).categories)
-        ]
-        new = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-        return np.concatenate([old[place], new[:, 0]]), np.concatenate([group, new[:, 1]])
-
-    def items(self, groups: np.ndarray) -> np.ndarray:
-        """Returns the item rows of all given groups in this version."""
-        version, places, rows = self.version, [], [np.zeros(0, np.int64)]
-        for group in groups.tolist():
-            rows.append(self.index.items(group))
-            places += version.log.of_category(self.bundle.path(group), version.num_records)
-        old = np.concatenate(rows)
-        new = version.record_rows[np.isin(version.record_places, places)]
-        return np.concatenate([old[~np.isin(old, version.record_rows)], new])

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
-from recserve.batch.generate import Defaults, Generator
+from recserve.batch.generate import COLUMNS, Defaults, Generator
 from recserve.batch.job import Job, check
 from recserve.batch.prompt_columns import PROMPT_COLUMNS, check_prompts
 from recserve.batch.rows import read_rows
@@ -100,9 +100,7 @@ def bodies_of(path, **options):
     plan = check(Job(path, path.parent / "out", **options))
     errors = []
     for part in plan.partitions:
-        for table in read(
-            part, 2, ("user_id", "history", "k", "strategy", "exclude_seen", "filter")
-        ):
+        for table in read(part, 2, tuple(COLUMNS)):
             made = Generator(recommend, Defaults(k=5))(table)
             errors += [one for one in made.errors["reason"].to_pylist() if one != "answered"]
     return seen, errors
@@ -149,6 +147,7 @@ EMPTY = {
     ],
     "exclude_seen": [pa.nulls(3), extension(pa.bool8(), pa.array([None] * 3, pa.int8()))],
     "filter": [pa.nulls(3), pa.array([None] * 3, pa.large_binary())],
+    "diversity": [pa.nulls(3), pa.array([None] * 3, pa.large_binary())],
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -138,22 +139,25 @@ def test_row_values_override_the_defaults():
     assert first.beam_width == second.beam_width == 20
 
 
-def test_filters_are_json_and_a_bad_one_rejects_its_row():
+@pytest.mark.parametrize("column", ["filter", "diversity"])
+def test_json_columns_reject_a_bad_row_alone(column):
     asked = []
 
     def remember(bodies):
         asked.extend(bodies)
         return recommend(bodies)
 
-    filters = ['{"eq": ["category", "x"]}', None, "{", "[1]", "[" * 70_000, "[" * 60_000]
-    users = pa.table({"user_id": list("abcdef"), "filter": filters})
+    first = {"filter": '{"eq": ["category", "x"]}', "diversity": '{"category": 2}'}[column]
+    filters = [first, None, "{", "[1]", "[" * 70_000, "[" * 60_000]
+    users = pa.table({"user_id": list("abcdef"), column: filters})
     errors = Generator(remember, Defaults(k=1))(users).errors.to_pylist()
-    assert [body.filter for body in asked] == [{"eq": ["category", "x"]}, None]
+    found = [getattr(body, column) for body in asked]
+    assert msgspec.to_builtins(found[0]).items() >= json.loads(first).items() and found[1] is None
     assert [error["row"] for error in errors] == [2, 3, 4, 5]
-    assert "filter: expected JSON, got '{'" in errors[0]["reason"]
-    assert errors[1]["reason"].startswith("filter: expected ")
+    assert f"{column}: expected JSON, got '{{'" in errors[0]["reason"]
+    assert errors[1]["reason"].startswith(f"{column}: expected ")
     assert "at most 65536 characters, got a string of length 70000" in errors[2]["reason"]
-    assert errors[3]["reason"].startswith("filter: ")
+    assert errors[3]["reason"].startswith(f"{column}: ")
 
 
 def test_the_output_may_not_lie_in_the_input(tmp_path):

@@ -31,6 +31,7 @@ from tests.support.request_set import (
     REQUESTS,
     STRATEGIES,
     Request,
+    diversity_text,
     read_slates,
     same_part,
     stable,
@@ -151,12 +152,14 @@ def _envelope(answer: InferResponse, found: dict[str, list[Any]]) -> dict[str, A
 
 def _v2_slate(client: Client, request: RecommendRequest) -> bytes | None:
     """The slate; None for fields that the tensors cannot express."""
-    if request.filter or request.diversity or request.exclude.item_ids:
+    if request.filter or request.exclude.item_ids:
         return None
     parameters = InferParameters(
         strategy=request.strategy,
         beam_width=request.beam_width,
         exclude_seen=request.exclude.seen,
+        diversity=diversity_text(request),
+        on_deadline=request.on_deadline,
     )
     k = InferTensor(name="k", shape=[1], datatype="INT64", data=[request.k])
     answer = client.infer(

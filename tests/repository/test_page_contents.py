@@ -232,6 +232,7 @@ BODIES = {
         items.RecommendRequest,
         items.Exclusions,
         items.Diversity,
+        items.ColumnCap,
         items.RankRequest,
         items.Candidate,
         items.ItemInput,

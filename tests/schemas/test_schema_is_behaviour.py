@@ -102,8 +102,7 @@ def check_item_request(body: items.RecommendRequest | items.RankRequest) -> None
     if isinstance(body, items.RecommendRequest):
         if body.filter is not None:
             check_filter(body.filter)
-        if body.diversity is not None and body.diversity.at_least is not None:
-            quota = body.diversity.at_least
+        for quota in [] if body.diversity is None else body.diversity.quotas:
             if quota.new_within_s is None and quota.filter is None:
                 raise items.MissingField("diversity.at_least", "new_within_s or filter")
             if quota.filter is not None:

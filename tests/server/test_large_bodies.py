@@ -4,6 +4,7 @@ import pytest
 
 from recserve.schemas.items import (
     Candidate,
+    ColumnCap,
     Diversity,
     Exclusions,
     Quota,
@@ -16,6 +17,7 @@ from recserve.server.threads import is_large, reads_store
 
 MOST_IDS, MOST_K, MOST_REQUESTS = 512, 256, 8
 USER = UserRef(id="u")
+BRAND = ColumnCap(field="brand", most=1)
 NEW = Diversity(at_least=Quota(count=1, new_within_s=60))
 
 
@@ -39,6 +41,8 @@ def ranking(candidates: int, history: int | None = None) -> RankRequest:
         (RecommendRequest(user=USER, filter={"eq": ["category", "A"]}), True),
         (RecommendRequest(user=USER, diversity=Diversity(category=1)), False),
         (RecommendRequest(user=USER, diversity=NEW), True),
+        (RecommendRequest(user=USER, diversity=Diversity(at_least=[NEW.at_least])), True),
+        (RecommendRequest(user=USER, diversity=Diversity(caps=[BRAND])), True),
         (RecommendRequest(history=ids(MOST_IDS)), False),
         (RecommendRequest(history=ids(MOST_IDS + 1)), True),
         (RecommendRequest(history=ids(300), exclude=Exclusions(item_ids=ids(300))), True),

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 
 from recserve.schemas.items import (
     Candidate,
+    ColumnCap,
     Diversity,
     Exclusions,
+    Quota,
     RankRequest,
     RankResponse,
     RecommendRequest,
@@ -22,6 +24,14 @@ from recserve.schemas.items import (
 )
 
 Request = RecommendRequest | RankRequest
+BRANDS = {"not": {"in": ["brand", ["brand01", "brand02", "brand03"]]}}
+RULES = Diversity(
+    caps=[ColumnCap(field="brand", most=2), ColumnCap(field="categories", level=0, most=4)],
+    at_least=[
+        Quota(count=3, filter={"range": ["price", 20, None]}),
+        Quota(count=2, filter=BRANDS),
+    ],
+)
 VOLATILE = ("request_id", "attribution_token", "timing_ms", "explanation")
 STRATEGIES = ("beam", "speculative", "nezha", "rpg", "dense", "specgr")
 HISTORY = [f"item{number:06d}" for number in (11, 4, 30)]
@@ -49,6 +59,9 @@ def slates() -> dict[str, RecommendRequest]:
         ),
         "diverse": RecommendRequest(
             history=HISTORY, strategy="beam", diversity=Diversity(category=2)
+        ),
+        "ruled": RecommendRequest(
+            history=HISTORY, strategy="beam", diversity=RULES, on_deadline="popular"
         ),
         "unknown": RecommendRequest(history=[*HISTORY, "nothing"], strategy="nezha"),
     }
@@ -87,7 +100,7 @@ def without_volatile(fields: dict[str, Any]) -> bytes:
 
 def user_row(request: Request) -> dict[str, Any] | None:
     """A row of a batch job that asks the same; None for requests that a row cannot express."""
-    if isinstance(request, RankRequest) or request.diversity or request.exclude.item_ids:
+    if isinstance(request, RankRequest) or request.exclude.item_ids:
         return None
     if request.beam_width is not None:
         return None
@@ -98,12 +111,18 @@ def user_row(request: Request) -> dict[str, Any] | None:
         "strategy": request.strategy,
         "exclude_seen": request.exclude.seen,
         "filter": json.dumps(request.filter) if request.filter else None,
+        "diversity": diversity_text(request),
     }
+
+
+def diversity_text(request: RecommendRequest) -> str | None:
+    """The caps and quotas of a request as JSON."""
+    return None if request.diversity is None else msgspec.json.encode(request.diversity).decode()
 
 
 def write_user_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes rows of `user_row` as the input of a batch job."""
-    types = {"history": pa.list_(pa.string()), "filter": pa.string()}
+    types = {"history": pa.list_(pa.string()), "filter": pa.string(), "diversity": pa.string()}
     columns = {name: pa.array([row[name] for row in rows], types.get(name)) for name in rows[0]}
     pq.write_table(pa.table(columns), path)
 

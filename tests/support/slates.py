@@ -35,3 +35,30 @@ def plain_open(rows, caps, items):
         for row in items
         if row not in rows and all(counts[key] < limit for key, limit in groups[row])
     ]
+
+
+def plain_minimums(rows, more, wanted, caps, k):
+    """Returns the slate with items of each kind, where they are few.
+
+    Args:
+        rows: The slate.
+        more: For each kind, further items, best first.
+        wanted: For each kind, the least number and all its items.
+        caps: The caps.
+        k: Most items.
+    """
+
+    def fits(chosen, row):
+        return plain_first_k([*chosen, row], caps, len(chosen) + 1) == [*chosen, row]
+
+    if all(len(kind & set(rows)) >= count for count, kind in wanted):
+        return rows
+    chosen = []
+    for (count, kind), found in zip(wanted, more, strict=True):
+        for row in [*(row for row in rows if row in kind), *found]:
+            if len(kind & set(chosen)) < count and row not in chosen and fits(chosen, row):
+                chosen.append(row)
+    for row in rows:
+        if len(chosen) < k and row not in chosen and fits(chosen, row):
+            chosen.append(row)
+    return [row for row in rows if row in chosen] + [row for row in chosen if row not in rows]

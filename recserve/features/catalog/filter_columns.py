@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +29,21 @@ from recserve.features.words import canonical, closest
 MAX_COMPARED = 2000  # distinct texts; to compare this many with one text takes about 20 ms
 
 
+@dataclass(frozen=True)
+class Memberships:
+    """Which items have which value of a column.
+
+    Attributes:
+        keys: The distinct values.
+        rows: [m] int64 item row of each pair of an item and a value. No pair occurs twice.
+        values: [m] int64 index in `keys` of each pair. The rows of a value are ascending.
+    """
+
+    keys: Sequence[Hashable]
+    rows: np.ndarray
+    values: np.ndarray
+
+
 class FilterColumn(Protocol):
     """One column of I items. A method raises ValueError for a literal of another type."""
 
@@ -43,6 +58,9 @@ class FilterColumn(Protocol):
 
     def nearest(self, value: Any) -> str | None:
         """Returns the text of the column that resembles a value most, or None."""
+
+    def memberships(self) -> Memberships:
+        """Returns which items have which value. Null and NaN are no values."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,13 @@ class TextColumn:
             return None
         near = closest(value[:256], self.rows)
         return near[0] if near else None
+
+    def memberships(self) -> Memberships:
+        """Returns which items have which value; a list may repeat a value."""
+        found = [rows[np.diff(rows, prepend=-1) > 0] for rows in self.rows.values()]
+        sizes = [rows.size for rows in found]
+        rows = np.concatenate([np.zeros(0, np.int64), *found])
+        return Memberships(list(self.rows), rows, np.repeat(np.arange(len(sizes)), sizes))
 
 
 @dataclass(frozen=True)
@@ -143,6 +168,10 @@ class WholeColumn:
     def nearest(self, value: Any) -> None:
         """Returns None: the number is not a misspelt one."""
 
+    def memberships(self) -> Memberships:
+        """Returns which items have which value."""
+        return _members(self.values, self.valid)
+
     def _unit(self, value: Any) -> int | None:
         """Returns the units that equal a literal; None if no value of the column's type does."""
         try:
@@ -193,6 +222,10 @@ class FloatColumn:
 
     def nearest(self, value: Any) -> None:
         """Returns None: the number is not a misspelt one."""
+
+    def memberships(self) -> Memberships:
+        """Returns which items have which value; -0 is 0."""
+        return _members(self.values, ~np.isnan(self.values))
 
     def _round(self, values: Sequence[Any]) -> np.ndarray:
         for value in values:
@@ -250,6 +283,14 @@ def path_column(categories: Sequence[Sequence[str]]) -> TextColumn:
     return text_column([_parts(paths) for paths in categories])
 
 
+def prefix_column(categories: Sequence[Sequence[str]], level: int | None) -> TextColumn:
+    """Returns the beginnings of category paths up to a level, from 0; None takes whole paths."""
+    length = None if level is None else level + 1
+    return text_column(
+        [[" > ".join(path.split(" > ")[:length]) for path in paths] for paths in categories]
+    )
+
+
 def text_column(values: Sequence[Sequence[str]], exact: bool = False) -> TextColumn:
     """Builds a text column from the values of each row. `exact`: as in `TextColumn`."""
     rows: dict[str, list[int]] = {}
@@ -272,6 +313,13 @@ def short_form(value: Any) -> str:
     if is_number(value):
         return str(value)[:60] if not isinstance(value, int) or abs(value) < 10**60 else "a number"
     return json.dumps(value, default=str, ensure_ascii=False)[:60]
+
+
+def _members(values: np.ndarray, valid: np.ndarray | None) -> Memberships:
+    """Returns which items have which of the values [I]."""
+    rows = np.arange(len(values)) if valid is None else np.flatnonzero(valid)
+    keys, places = np.unique(values[rows], return_inverse=True)
+    return Memberships(keys.tolist(), rows, places.reshape(-1).astype(np.int64))
 
 
 def _ends(expected: str, low: Any, high: Any) -> str:

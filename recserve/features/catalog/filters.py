@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from recserve.features.catalog.filter_columns import (
     is_usable,
     make_column,
     path_column,
+    prefix_column,
     short_form,
     text_column,
 )
@@ -55,6 +56,19 @@ class FilterError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class GroupBy(NamedTuple):
+    """A column whose values divide the items into groups.
+
+    Attributes:
+        field: Name of a field of filters.
+        level: Of `categories`: groups are the beginnings of paths up to this level, from 0. None
+            takes whole paths, or the values of another column.
+    """
+
+    field: str
+    level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ class ItemFilters:
 
     Attributes:
         fields: Names of the fields that filters may use.
+        num_items: Number of items.
     """
 
     def __init__(self, items: ItemTable) -> None:
@@ -95,6 +110,7 @@ class ItemFilters:
         own = [name for name, kind in self._kinds.items() if is_usable(kind)]
         shorthand = [] if CATEGORY in self._kinds else [CATEGORY]
         self.fields = (CATEGORIES, *shorthand, ITEM_ID, *TIME_USE, *own)
+        self.num_items = len(items.ids)
 
     def key(self, tree: Any) -> bytes:
         """Checks a filter and returns a canonical key; equal filters have equal keys.
@@ -130,6 +146,28 @@ class ItemFilters:
     def nearest(self, field: str, value: Any) -> str | None:
         """Returns the value of a field that resembles a text most, or None."""
         return self._column(field).nearest(value)
+
+    def group_by(self, field: str, level: int | None) -> GroupBy:
+        """Returns what a cap on a field groups by.
+
+        Raises:
+            FilterError: If the field is unknown or names each item, or has no levels.
+        """
+        if field not in self.fields:
+            raise FilterError("field", self._unknown(field))
+        if field == ITEM_ID:
+            raise FilterError("field", "expected a field that items share, got 'item_id'")
+        if field == CATEGORY and CATEGORY not in self._kinds:
+            field = CATEGORIES
+        if level is not None and field != CATEGORIES:
+            raise FilterError("level", f"only {CATEGORIES} has levels, got field {field[:60]!r}")
+        return GroupBy(field, level)
+
+    def group_column(self, by: GroupBy) -> FilterColumn:
+        """Returns the column whose values are the groups."""
+        if by.field == CATEGORIES:
+            return prefix_column(self._items.categories, by.level)
+        return self._column(by.field)
 
     def _check(self, tree: Any, place: str, depth: int, count: list[int]) -> None:
         """Checks shape and bounds of the whole tree, before any part is evaluated.
@@ -170,11 +208,7 @@ class ItemFilters:
             shape = {"eq": "value", "in": "[values]", "range": "low, high"}[operator]
             raise FilterError(here, f"expected [field, {shape}], got {short_form(operand)}")
         if operand[0] not in self.fields:
-            near = closest(operand[0], self.fields)
-            hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
-            if kind := self._kinds.get(operand[0]):
-                hint = f"filters cannot read the type of this column, {kind}"
-            raise FilterError(here, f"unknown field {operand[0][:60]!r}; {hint}")
+            raise FilterError(here, self._unknown(operand[0]))
         if operator == "in" and not (
             isinstance(operand[1], list) and 1 <= len(operand[1]) <= MAX_VALUES
         ):
@@ -183,6 +217,14 @@ class ItemFilters:
         for value in operand[1] if operator == "in" else operand[1:]:
             if isinstance(value, list | dict):
                 raise FilterError(here, f"expected text, number or bool, got {short_form(value)}")
+
+    def _unknown(self, field: str) -> str:
+        """Returns the message about a field that filters cannot use."""
+        near = closest(field, self.fields)
+        hint = f"did you mean {near[0]}?" if near else f"known fields: {', '.join(self.fields)}"
+        if kind := self._kinds.get(field):
+            hint = f"filters cannot read the type of this column, {kind}"
+        return f"unknown field {field[:60]!r}; {hint}"
 
     def _evaluate(self, tree: dict[str, Any], place: str) -> np.ndarray:
         ((operator, operand),) = tree.items()

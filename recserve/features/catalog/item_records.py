@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pyarrow as pa
 
 from recserve.bounds import format_time
 from recserve.features.catalog.filter_columns import short_form
-from recserve.features.catalog.filters import ItemFilters
+from recserve.features.catalog.filters import GroupBy, ItemFilters
 from recserve.features.catalog.item_times import NO_END, NO_START, NOT_ADDED
 from recserve.features.tables.arrays import GrowableArray
 from recserve.features.tables.attribute_values import has_json_form, parse_value, record_column
@@ -24,7 +23,7 @@ from recserve.features.tables.items import (
     TIME_USE,
     ItemTable,
 )
-from recserve.features.words import canonical, closest
+from recserve.features.words import closest
 
 SEGMENT = 1024
 OWN_FIELDS = ("title", "categories", AVAILABLE_FROM, EXPIRES_AT)
@@ -63,6 +62,19 @@ class ItemRecord:
         return self.categories if name == "categories" else self.attributes.get(name)
 
 
+@dataclass
+class RecordGroups:
+    """The groups of the first records of a log by one column.
+
+    Attributes:
+        keys: Values of each record.
+        places: Ascending places of the records with each value.
+    """
+
+    keys: list[list[Hashable]] = field(default_factory=list)
+    places: dict[Hashable, list[int]] = field(default_factory=dict)
+
+
 class RecordLog:
     """Append-only log of records. Each version of the catalogue sees a prefix of the log.
 
@@ -80,8 +92,7 @@ class RecordLog:
         self.times = GrowableArray((3,), np.int64)
         self._full: list[ItemFilters] = []
         self._partial: tuple[int, ItemFilters] | None = None
-        self._by_path: dict[str, list[int]] = {}
-        self._followed = 0
+        self._groups: dict[GroupBy, RecordGroups] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -123,18 +134,24 @@ class RecordLog:
             values = filters.absent(values)
         return values
 
-    def of_category(self, path: str, count: int) -> list[int]:
-        """Returns ascending places of the first `count` records that have a canonical path.
+    def groups(self, by: GroupBy, count: int) -> RecordGroups:
+        """Returns the groups of at least the first `count` records by a column.
 
-        The whole path must match. All calls together read each record once.
+        All calls for a column together read each record once.
         """
         with self._lock:
-            for place in range(self._followed, count):
-                for category in dict.fromkeys(map(canonical, self.records[place].categories)):
-                    self._by_path.setdefault(category, []).append(place)
-            self._followed = max(self._followed, count)
-            places = self._by_path.get(path, [])
-            return places[: bisect_left(places, count)]
+            known = self._groups.setdefault(by, RecordGroups())
+            first = len(known.keys)
+            if first < count:
+                column = self._build_filters(first, count - first).group_column(by)
+                found = column.memberships()
+                keys: list[list[Hashable]] = [[] for _ in range(count - first)]
+                for row, value in zip(found.rows.tolist(), found.values.tolist(), strict=True):
+                    key = found.keys[value]
+                    keys[row].append(key)
+                    known.places.setdefault(key, []).append(first + row)
+                known.keys += keys
+            return known
 
     def _filters(self, count: int) -> list[ItemFilters]:
         """Returns the filters of the full segments, then those of the partial last segment."""

@@ -94,6 +94,7 @@ const NOTES = {
   no_recommender: "No recommender is trained yet: the slate holds popular items.",
   cold_start: "No known events: the slate holds popular items.",
   fewer_than_k: "The filter or the exclusions leave fewer items than requested.",
+  deadline_passed: "The model was not ready at the deadline; a list answered.",
   no_model_items: "The model found no allowed item; popular items fill the slate.",
   hurried: "Little time was left, so the server chose a faster strategy.",
   unknown_filter_values: "No item has one of the values of the filter.",

@@ -22,7 +22,7 @@ function bodyOf(values, strategy) {
     }
   }
   if (filters.length) body.filter = filters.length === 1 ? filters[0] : { and: filters };
-  if (values.cap) body.diversity = { category: Number(values.cap) };
+  if (values.cap) body.diversity = { caps: [{ field: values.capped.trim() || "categories", most: Number(values.cap) }] };
   return body;
 }
 

@@ -1,4 +1,4 @@
-"""`diversity.at_least`: a slate has items of one kind where there are any."""
+"""`diversity.at_least`: a slate has items of some kinds where there are any."""
 
 import time
 
@@ -6,44 +6,49 @@ import numpy as np
 import pytest
 
 from recserve.bounds import format_time
-from recserve.core.diversity import Cap, first_k, meet_quota
+from recserve.core.allowed import AllowedItems
+from recserve.core.diversity import Cap, Minimum, first_k, meet_minimums
 from recserve.schemas.items import InvalidRequest, MissingField
 from tests.support.listed_groups import ListedGroups
 from tests.support.live_catalogues import base_of, item_like, put
+from tests.support.slates import plain_first_k, plain_minimums
 
 DAY_S = 86_400
 
 
-def test_a_quota_takes_the_places_of_the_last_items():
-    for seed in range(400):
-        check_quota(np.random.default_rng(seed))
+@pytest.mark.parametrize("most", [1, 3])
+def test_quotas_take_the_places_of_the_last_items(most):
+    for seed in range(300):
+        check_quotas(np.random.default_rng(seed), most)
 
 
-def check_quota(draw):
+def check_quotas(draw, most):
     """Caps hold, as many wanted items come as fit, and no better item leaves than must."""
-    size, k = int(draw.integers(2, 30)), int(draw.integers(1, 12))
-    count = int(draw.integers(1, k + 1))
-    order, wanted = draw.permutation(size), draw.random(size) < 0.4
+    size, k = int(draw.integers(2, 30)), int(draw.integers(most, 12))
+    counts = draw.multinomial(int(draw.integers(most, k + 1)) - most, [1 / most] * most) + 1
+    order, kinds = draw.permutation(size), draw.random((most, size)) < 0.4
     groups = ListedGroups(np.arange(size + 1), draw.integers(0, 4, size))
     caps = [Cap(groups, int(draw.integers(1, 4)))] if draw.random() < 0.6 else []
     rows = order[first_k(order, caps, k)]
-    more = order[wanted[order]]
-    more = more[first_k(more, caps, count)]
-    more = more[~np.isin(more, rows)]
-    slate = np.concatenate([rows, more])[meet_quota(rows, more, wanted[rows], count, caps, k)]
+    more = [order[kind[order]] for kind in kinds]
+    more = [own[first_k(own, caps, count)] for own, count in zip(more, counts, strict=True)]
+    pairs = zip(counts.tolist(), kinds, strict=True)
+    minimums = [Minimum(count, AllowedItems.of(kind)) for count, kind in pairs]
+    slate = meet_minimums(rows, more, minimums, caps, k)
+    wanted = [(one.count, set(np.flatnonzero(one.items.mask()).tolist())) for one in minimums]
+    found = [own.tolist() for own in more]
+    assert slate.tolist() == plain_minimums(rows.tolist(), found, wanted, caps, k)
     assert len(set(slate.tolist())) == slate.size <= k
     assert first_k(slate, caps, k).size == slate.size  # the caps hold
-    before, after = int(wanted[rows].sum()), int(wanted[slate].sum())
-    if before >= count:
+    if all(one.is_met(rows) for one in minimums):
         assert slate.tolist() == rows.tolist()
-        return
-    every = order[wanted[order]]
-    possible = min(count, first_k(every, caps, k).size)
-    assert after >= possible
     if not caps:
-        plain = [row for row in rows.tolist() if not wanted[row]]
-        left = [row for row in slate.tolist() if not wanted[row]]
-        assert left == plain[: len(left)] and slate.size == min(k, rows.size + more.size)
+        for count, kind in wanted:
+            assert len(kind & set(slate.tolist())) >= min(count, len(kind))
+    if most == 1:
+        count, kind = wanted[0]
+        every = [row for row in order.tolist() if row in kind]
+        assert len(kind & set(slate.tolist())) >= len(plain_first_k(every, caps, count))
 
 
 def recommend(service, at_least, k=10, **body):
@@ -126,6 +131,21 @@ def test_caps_hold_beside_a_quota(service):
         ),
         ({"count": 2}, MissingField, "new_within_s, filter or both"),
         ({"count": 1, "filter": {"eq": ["colour", 1]}}, InvalidRequest, "at_least.filter.eq"),
+        (
+            [{"count": 1}, {"count": 2}],
+            MissingField,
+            r"at_least\[0\]: new_within_s, filter or both",
+        ),
+        (
+            [{"count": 1, "new_within_s": 9}, {"count": 1, "filter": {"eq": ["colour", 1]}}],
+            InvalidRequest,
+            r"at_least\[1\].filter.eq: unknown field 'colour'",
+        ),
+        (
+            [{"count": 6, "new_within_s": 9}] * 2,
+            InvalidRequest,
+            "at_least: expected counts that add up to at most k = 10, got 12",
+        ),
     ],
 )
 def test_a_wrong_quota_is_refused_by_name(service, at_least, error, message):

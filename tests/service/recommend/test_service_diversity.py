@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from recserve.core.diversity import PrefixGroups
+from recserve.features.catalog.item_groups import GroupIndex
+from recserve.features.catalog.item_records import RecordLog
 from recserve.features.catalog.versions import CatalogVersion
 from recserve.schemas.items import (
     Diversity,
@@ -17,7 +19,6 @@ from recserve.schemas.items import (
     RecommendRequest,
 )
 from recserve.service import Service
-from recserve.service.snapshot import GroupIndex
 from tests.support.slates import plain_open
 from tests.support.tiny_bundle import shared_bundle
 
@@ -175,8 +176,14 @@ def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
     prefixes, records, listed = [], [], []
     counted(monkeypatch, PrefixGroups, "of", lambda groups, rows: prefixes.append(rows.size))
     counted(monkeypatch, CatalogVersion, "record", lambda version, row: records.append(row))
-    counted(monkeypatch, GroupIndex, "read", lambda lists: listed.append(len(lists)))
-    looked_at = Looked(service.catalog.current.items.log)
+    counted(monkeypatch, GroupIndex, "of_members", lambda _, items: listed.append(items))
+    looked_at = []
+    counted(
+        monkeypatch,
+        RecordLog,
+        "_build_filters",
+        lambda _, first, count: looked_at.extend(range(first, first + count)),
+    )
     body = RecommendRequest(
         history=ids[4:8], k=6, beam_width=6, exclude=Exclusions(seen=False),
         diversity=Diversity(category=1, prefix=(0, 1)),
@@ -188,7 +195,7 @@ def test_a_new_version_groups_only_what_is_asked_about(changing, monkeypatch):
         service.recommend(body)
         assert prefixes and max(prefixes) <= 12 and len(records) <= 60
     assert listed == [len(ids)]
-    assert looked_at.places == list(range(6 * 40))
+    assert looked_at == list(range(6 * 40))
 
 
 def counted(monkeypatch, owner, name, note):
@@ -200,16 +207,3 @@ def counted(monkeypatch, owner, name, note):
 
     static = isinstance(vars(owner)[name], staticmethod)
     monkeypatch.setattr(owner, name, staticmethod(noting) if static else noting)
-
-
-class Looked:
-    """Which records of a log were looked at to group them."""
-
-    def __init__(self, log):
-        self.places, place = [], log.of_category
-
-        def noting(path, count):
-            self.places += range(log._followed, count)
-            return place(path, count)
-
-        log.of_category = noting
