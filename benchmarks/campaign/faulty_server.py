@@ -28,7 +28,6 @@ from recserve.engine.round_scheduler import RoundScheduler
 from recserve.engine.runner import Runner
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import AuxHiddenStates
-from recserve.models.gated_lora import GatedLora
 from recserve.server.run import serve
 
 POISON = 13  # items that a poisoned request asks for; no other one asks for so many
@@ -52,14 +51,13 @@ def main() -> int:
     def faulty(
         self: Runner,
         parts: Sequence[TreeBatch],
-        taps: AuxHiddenStates | None = None,
-        masks: GatedLora | None = None,
+        aux_states: AuxHiddenStates | None = None,
     ) -> Sequence[Tensor]:
         fail_if_lost()
         if (config.parent / ONCE).exists():
             (config.parent / ONCE).unlink()
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-        return forward(self, parts, taps, masks)
+        return forward(self, parts, aux_states)
 
     def poisoned_schedule(self: RoundScheduler) -> Any:
         poisoned = any(getattr(one.request, "k", 0) == POISON for one in self.admitted)

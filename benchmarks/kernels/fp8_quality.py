@@ -24,7 +24,7 @@ from benchmarks.support.timing import machine
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.evaluation.accuracy import ranks_of, slate_metrics
 from recserve.evaluation.bundle_slates import BundleSlates
 from recserve.evaluation.cases import leave_one_out_cases
@@ -32,6 +32,7 @@ from recserve.kernels.cache.fp8 import FP8
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model

@@ -9,7 +9,7 @@ from torch import nn
 
 from recserve.doctor.kernel_comparison import compare_kernels
 from recserve.engine.engine import Engine
-from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.kernels import backend
 from recserve.kernels.attention import attention
 from recserve.kernels.attention.native import supports_heads
@@ -17,6 +17,7 @@ from recserve.kernels.attention.reference import HeadLayout
 from recserve.kernels.linear import products
 from recserve.kernels.linear.formats import FORMATS
 from recserve.kernels.native import native, processor
+from recserve.models.adapters import DecoderAdapter, RankerAdapter
 from recserve.models.packing import PackedLinear
 
 

@@ -20,6 +20,7 @@ from recserve.drafters.shared.limits import allowed, only_chains
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE
+from recserve.models.adapters import DecoderAdapter
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, RankedHeads, StateSpan, TextContext, TextOutcome
 from recserve.speculation.sampling_params import Speculation
@@ -51,8 +52,7 @@ class MergedDrafter(Drafter):
         sources: At least two drafters, of which at most one reads the target's states.
 
     Raises:
-        ValueError: If there are fewer than two sources, several read the target's states, or two
-            of them have mask tokens.
+        ValueError: If there are fewer than two sources, or several read the target's states.
     """
 
     def __init__(self, sources: Seq[Drafter]) -> None:
@@ -61,10 +61,6 @@ class MergedDrafter(Drafter):
         self.sources = tuple(sources)
         self.draws = any(source.draws for source in sources)
         self.takes_tree = any(source.takes_tree for source in sources)
-        masks = {id(source.masks): source.masks for source in sources if source.masks is not None}
-        if len(masks) > 1:
-            raise ValueError("two of the joined drafters have mask tokens; name only one of them")
-        self.masks = next(iter(masks.values()), None)
         self._parts: dict[int, list[Part]] = {}
         readers = [source for source in self.sources if source.reads_states]
         if len(readers) > 1:
@@ -94,6 +90,12 @@ class MergedDrafter(Drafter):
         for source in self.sources:
             if source.takes_tree:
                 source.check_tree(speculation)
+
+    def adapt_target(self, adapter: DecoderAdapter) -> DecoderAdapter:
+        """Returns the target as all sources need it."""
+        for source in self.sources:
+            adapter = source.adapt_target(adapter)
+        return adapter
 
     def attach(self, pool: KVPool) -> None:
         """Passes the pool to the source that reads the target's states."""

@@ -38,7 +38,7 @@ from recserve.engine.capture import (
     is_cuda,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import LayerInputs, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.scheduler import StepLock
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -415,7 +415,7 @@ class CapturedStates:
     def _forward(self, batch: TreeBatch, tokens: Tensor) -> Tensor:
         """Returns hidden states [Tq, E]. The tokens [Tq] are codes, so item tables may move."""
         model, runner = self.inputs.model, self.inputs.runner
-        return runner.layers(batch, LayerInputs(model.tokens(tokens)))
+        return runner.compute(batch, model.tokens(tokens))
 
     def _codes(self, nodes: Tensor, level: int) -> Tensor:
         """Returns the codes of nodes of a level, in their shape. Those of leaves are clamped."""

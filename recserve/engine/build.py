@@ -19,12 +19,12 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.engine.invariance import invariant_runner
 from recserve.engine.kv_cache import KVCache, cache_bytes
 from recserve.engine.round_scheduler import RoundScheduler
-from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_scheduler import TextLimits, TextScheduler
-from recserve.engine.text_step import masks_of
 from recserve.engine.text_step_graph import cuda_steps
 from recserve.kernels.cache.fp8 import pool_dtype
 from recserve.kernels.cache.kv_pool import KVPool
+from recserve.models.adapters import DecoderAdapter, RankerAdapter
 from recserve.models.language_model import LanguageModel
 from recserve.models.ranker import Ranker
 from recserve.models.semantic_id_model import SemanticIdModel
@@ -157,8 +157,10 @@ def _add_recommender(engine: Engine, model: SemanticIdModel, heads: Heads) -> No
 
 def _add_text(engine: Engine, model: LanguageModel) -> None:
     config, drafters = engine.config, engine.drafters
-    masks_of(drafters.values())  # drafters that cannot share an engine fail here
-    runner = _runner(DecoderAdapter(model.eval()), config, drafters.values())
+    adapter = DecoderAdapter(model.eval())
+    for drafter in drafters.values():
+        adapter = drafter.adapt_target(adapter)
+    runner = _runner(adapter, config, drafters.values())
     _warn("language model", runner, model)
     limits, shapes = TextLimits(), config.graph_limits.shapes
     nodes = max([limits.draft_nodes, *[shape.nodes for shape in shapes]])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import LayerInputs, Runner
+from recserve.engine.runner import Runner
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.language_model import LanguageModel
@@ -379,7 +379,7 @@ class PrefillGraph(CapturedGraph[Tensor]):
         most = self.model.config.decoder.max_positions
         prefixes = Prefixes.on_device(self.kv.slots, self._starts, self._lengths, most)
         batch = TreeBatch(tree, None, self._slots, prefixes, fillers=1, fixed_shapes=True)
-        return self.runner.layers(batch, LayerInputs(self._x, (self._last + count).clamp(min=0)))
+        return self.runner.compute(batch, self._x, (self._last + count).clamp(min=0))
 
 
 class PrefillGraphs(GraphSet[PrefillGraph]):

@@ -13,11 +13,12 @@ import torch
 from recserve.core.draft_policy import MAX_DEPTH, Cost, DepthPolicy
 from recserve.core.plugins import request_error
 from recserve.drafters.none import NoDrafter
-from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_sequence import NO_BUDGET, TextSequence
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import root_branch
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, DrafterError, TextDraft, empty_draft

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recserve.engine.runner import DecoderAdapter, RankerAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.kernels.attention.exact import ExactPool, exact_attention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.models.adapters import DecoderAdapter, RankerAdapter
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import PackedLinear, keep_rows_alike

@@ -38,7 +38,6 @@ from recserve.engine.text_step import (
     NodeStates,
     StepOutputs,
     aux_states_for,
-    masks_of,
     split_states,
     text_step,
     token_logprobs,
@@ -286,9 +285,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     def forward(self, parts: Seq[TreeBatch]) -> list[NodeStates]:
         """Returns the states of each part, with those between layers that drafters read."""
-        drafters = [text.drafter for text in self.running]
-        aux_states, masks = aux_states_for(drafters), masks_of(drafters)
-        return split_states(self.runner.forward(parts, aux_states, masks), aux_states)
+        aux_states = aux_states_for([text.drafter for text in self.running])
+        return split_states(self.runner.forward(parts, aux_states), aux_states)
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:

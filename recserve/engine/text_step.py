@@ -20,7 +20,6 @@ from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
-from recserve.models.gated_lora import GatedLora
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.completion import TokenLogprobs
 from recserve.speculation.draft import TextDraft
@@ -56,27 +55,6 @@ def aux_states_for(drafters: Iterable[Drafter]) -> AuxHiddenStates | None:
     layers = {n for drafter in drafters if drafter.reads_states for n in drafter.hidden_layers}
     layers.discard(FINAL_LAYER)
     return AuxHiddenStates(tuple(sorted(layers))) if layers else None
-
-
-def masks_of(drafters: Iterable[Drafter]) -> GatedLora | None:
-    """Returns the mask tokens that trees of the drafters may have. None if there are none.
-
-    Raises:
-        ValueError: If two drafters have different ones.
-    """
-    first: tuple[str, GatedLora] | None = None
-    for drafter in drafters:
-        if drafter.masks is None:
-            continue
-        if first is None:
-            first = drafter.name, drafter.masks
-        elif not first[1].equals(drafter.masks):
-            names = sorted([first[0], drafter.name])
-            raise ValueError(
-                f"the drafters {names} have different mask tokens; an engine holds one set, which "
-                "both may load from one folder"
-            )
-    return None if first is None else first[1]
 
 
 def split_states(hidden: Seq[Tensor], aux_states: AuxHiddenStates | None) -> list[NodeStates]:

@@ -39,14 +39,13 @@ from recserve.engine.capture import (
     is_cuda,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import LayerInputs, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_groups import TextGroup
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
     StepInputs,
     StepOutputs,
     aux_states_for,
-    masks_of,
     put_probs,
     split_states,
     text_step,
@@ -64,7 +63,6 @@ from recserve.engine.text_trees import (
 from recserve.kernels.acceptance.acceptance import DraftProbs
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
-from recserve.models.gated_lora import GatedLora, MaskRows
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import TextDraft
@@ -236,7 +234,6 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         heads: RankedHeads | None,
         draft_values: Tensor | None,
         readers: Seq[Drafter],
-        masks: GatedLora | None,
     ) -> None:
         """Allocates the buffers.
 
@@ -253,13 +250,12 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             draft_values: [R, V] float32, R >= `shape.drafted`, the buffer for the distributions
                 that drafts were drawn from. None if no draft is drawn.
             readers: Drafters that read states of the target.
-            masks: Mask tokens that the trees may have. None if they have none.
         """
         self.runner, self.kv, self.model = runner, kv, model
         self.counts, self.last_hidden = counts, last_hidden
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
-        self.readers, self.masks = readers, masks
+        self.readers = readers
         device = kv.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
@@ -309,19 +305,14 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             depths=trees[DEPTHS],
             ends=trees[ENDS],
             offsets=columns.offsets,
-            kinds=trees[KINDS],
+            kinds=trees[KINDS] if self.shape.depth else None,  # without drafts all are alike
         )
         width, starts = self.kv.width, columns.rows * self.kv.width
         prefixes = Prefixes.on_device(self.kv.slots, starts, columns.lengths - 1, width)
         slots = prefixes.slots_after(tree)
         batch = TreeBatch(tree, None, slots, prefixes, fillers=1, fixed_shapes=True)
-        aux_states, mask_rows = aux_states_for(self.readers), None
-        if self.masks is not None:
-            mask_rows = MaskRows.of(self.masks, trees[KINDS], fixed_shapes=True)
-        x = self.runner.adapter.embed(NodeInputs(tree.tokens), mask_rows)
-        hidden = self.runner.layers(
-            batch, LayerInputs(x, aux_states=aux_states, mask_rows=mask_rows)
-        )
+        aux_states = aux_states_for(self.readers)
+        hidden = self.runner.compute(batch, NodeInputs(tree.tokens), aux_states=aux_states)
         c, values = columns, self.draft_values
         inputs = StepInputs(
             rule=self.rule,
@@ -431,7 +422,6 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         self._names = {id(drafters[name]): name for name in self._heads}
         self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
         self._readers = tuple(d for d in drafters.values() if d.reads_states)
-        self._masks = masks_of(drafters.values())
         self._draws = any(drafter.draws for drafter in drafters.values())
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
@@ -480,7 +470,6 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             heads=None if kind.drafter is None else self._heads[kind.drafter],
             draft_values=self._probs_buffer(bucket.shape) if drawn else None,
             readers=self._readers,
-            masks=self._masks if bucket.shape.depth else None,
         )
 
     def _probs_buffer(self, shape: StepShape) -> Tensor:

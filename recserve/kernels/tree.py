@@ -19,8 +19,7 @@ from torch import Tensor
 from recserve.kernels.host import on_device
 
 CANDIDATE = 0
-AUXILIARY = 1
-MASK = 2  # MASK + i is an auxiliary node whose input is mask token i, not `tokens`
+AUXILIARY = 1  # greater kinds are auxiliary too, with inputs that a drafter gives them
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class TokenTree:
         depths: [T] 0 for a root node. The position of a node is prefix length + depth.
         ends: [T] packed index one past the last node of the node's subtree.
         offsets: [B + 1]. Tree b holds the nodes `offsets[b] : offsets[b + 1]`.
-        kinds: [T] CANDIDATE; all other kinds are scored and never accepted: AUXILIARY, or MASK + i.
-            None means all CANDIDATE.
+        kinds: [T] CANDIDATE; nodes of all other kinds are scored and never accepted. None means all
+            CANDIDATE.
         prefix_limits: [T] number of prefix tokens that the node may see. None means all of them.
         shared: [B] number of first nodes that every node of the tree sees. None means none.
     """

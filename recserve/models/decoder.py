@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from recserve.kernels.layers import operators
 from recserve.kernels.layers.reference import HeadNorms
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
-from recserve.models.gated_lora import MaskRows
 
 
 class Silu(nn.Module):
@@ -69,6 +69,25 @@ class RMSNorm(nn.Module):
         return operators.add_rms_norm(x, y, self.weight, self.eps)
 
 
+class RowUpdates(Protocol):
+    """What some rows of a forward pass add to the products of a decoder's layers."""
+
+    def add(self, layer: int, part: str, x: Tensor, out: Tensor) -> Tensor:
+        """Returns a product `out` [..., T, n] of x [..., T, m] with the updates added.
+
+        Args:
+            layer: Number of the layer.
+            part: `qkv`, `output`, `gate_up` or `down`.
+            x: Inputs of the product.
+            out: The product.
+        """
+        ...
+
+    def select(self, rows: Tensor) -> RowUpdates:
+        """Returns the updates of some rows [R]."""
+        ...
+
+
 class DecoderLayer(nn.Module):
     """Attention and SwiGLU, each after an RMSNorm and with a residual.
 
@@ -107,7 +126,7 @@ class DecoderLayer(nn.Module):
         layer: int,
         attend: Attend,
         rows: Tensor | None = None,
-        mask_rows: MaskRows | None = None,
+        updates: RowUpdates | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layer, but for its last sum.
 
@@ -120,26 +139,26 @@ class DecoderLayer(nn.Module):
             layer: Number of the layer.
             attend: Attention.
             rows: [R] tokens to return. None means all of them.
-            mask_rows: Rows of mask tokens, whose products differ. None means that there are none.
+            updates: What some rows add to the products. None adds nothing.
 
         Returns:
             The residual stream and the output of SwiGLU, [..., T, E] or [..., R, E] each.
         """
-        mixed = self._attention(inputs, rope, layer, attend, mask_rows)
+        mixed = self._attention(inputs, rope, layer, attend, updates)
         if rows is not None:
             residual, mixed = residual.index_select(-2, rows), mixed.index_select(-2, rows)
-            mask_rows = None if mask_rows is None else mask_rows.select(rows)
-        added = self._dropout(self._product("output", mixed, layer, mask_rows))
+            updates = None if updates is None else updates.select(rows)
+        added = self._dropout(self._product("output", mixed, layer, updates))
         x, normed = self.mlp_norm.after_sum(residual, added)
-        gated = self.silu.gate(self._product("gate_up", normed, layer, mask_rows))
-        return x, self._dropout(self._product("down", gated, layer, mask_rows))
+        gated = self.silu.gate(self._product("gate_up", normed, layer, updates))
+        return x, self._dropout(self._product("down", gated, layer, updates))
 
     def _attention(
-        self, inputs: Tensor, rope: Rope, layer: int, attend: Attend, mask_rows: MaskRows | None
+        self, inputs: Tensor, rope: Rope, layer: int, attend: Attend, updates: RowUpdates | None
     ) -> Tensor:
         """Returns the attention's output [..., T, H D] of inputs [..., T, num_inputs]."""
         c = self.config
-        product = self._product("qkv", inputs, layer, mask_rows)
+        product = self._product("qkv", inputs, layer, updates)
         qkv = torch.unflatten(product, -1, (-1, c.head_dim))
         norms = None
         if c.qk_norm:
@@ -147,9 +166,9 @@ class DecoderLayer(nn.Module):
         mixed = attend.of_projections(layer, qkv, c.num_kv_heads, rope, norms).flatten(-2)
         return mixed if self.gate is None else mixed * self.gate(inputs).sigmoid()
 
-    def _product(self, part: str, x: Tensor, layer: int, mask_rows: MaskRows | None) -> Tensor:
+    def _product(self, part: str, x: Tensor, layer: int, updates: RowUpdates | None) -> Tensor:
         out: Tensor = getattr(self, part)(x)
-        return out if mask_rows is None else mask_rows.add(layer, part, x, out)
+        return out if updates is None else updates.add(layer, part, x, out)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout) if self.training and self.config.dropout else x
@@ -195,7 +214,7 @@ class Decoder(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
         aux_states: AuxHiddenStates | None = None,
-        mask_rows: MaskRows | None = None,
+        updates: RowUpdates | None = None,
     ) -> Tensor:
         """Turns embedded tokens into final hidden states.
 
@@ -206,7 +225,7 @@ class Decoder(nn.Module):
             rows: [R] tokens whose states to return. None means all. The others stop at the last
                 layer's keys and values.
             aux_states: Receives the states of `rows` between layers. None records nothing.
-            mask_rows: Rows of mask tokens, whose products differ. None means that there are none.
+            updates: What some rows add to the products. None adds nothing.
 
         Returns:
             [..., T, E] or [..., R, E], final norm applied.
@@ -217,7 +236,7 @@ class Decoder(nn.Module):
         last = self.config.num_layers - 1
         aux_states = AuxHiddenStates(()) if aux_states is None else aux_states
         done, wanted = 0, list(aux_states.layers)
-        run = self._in_c(x, rope, attend, mask_rows)
+        run = self._in_c(x, rope, attend, updates)
         if run is not None:
             # The last layer computes only `rows`, so it runs by itself.
             whole = last + (rows is None)
@@ -234,8 +253,8 @@ class Decoder(nn.Module):
             if number in wanted:
                 aux_states.states.append(x if rows is None else x.index_select(-2, rows))
             chosen = rows if number == last else None
-            x, update = self.layers[number](normed, x, rope, number, attend, chosen, mask_rows)
-            x, normed = self._norm_before(number + 1).after_sum(x, update)
+            x, added = self.layers[number](normed, x, rope, number, attend, chosen, updates)
+            x, normed = self._norm_before(number + 1).after_sum(x, added)
         if last + 1 in wanted:
             aux_states.states.append(x)
         return normed
@@ -248,13 +267,13 @@ class Decoder(nn.Module):
         return norm
 
     def _in_c(
-        self, x: Tensor, rope: Rope, attend: Attend, mask_rows: MaskRows | None
+        self, x: Tensor, rope: Rope, attend: Attend, updates: RowUpdates | None
     ) -> Callable[[Tensor, range, bool], Tensor] | None:
         """Returns a function that runs some layers in one call, if the weights are packed for it.
 
         Its arguments are x, the numbers of the layers, and whether the final norm follows.
         """
-        # C has no rows of mask tokens. Its products give the same bits one by one.
-        if self.whole_decoder is None or mask_rows is not None:
+        # C knows no updates. Its products give the same bits one by one.
+        if self.whole_decoder is None or updates is not None:
             return None
         return attend.in_one_call(self.whole_decoder, x, rope)

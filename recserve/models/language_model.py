@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import AuxHiddenStates, Decoder
-from recserve.models.gated_lora import MaskRows
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,9 @@ class LanguageModel(nn.Module):
         attend: Attend,
         rows: Tensor | None = None,
         aux_states: AuxHiddenStates | None = None,
-        mask_rows: MaskRows | None = None,
     ) -> Tensor:
-        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`.
-
-        `mask_rows` names the rows of mask tokens, whose inputs and products differ.
-        """
-        x = self.embed(tokens)
-        if mask_rows is not None:
-            x = mask_rows.embed(x)
-        hidden: Tensor = self.decoder(x, positions, attend, rows, aux_states, mask_rows)
+        """Returns hidden states [..., T, E] of tokens and positions [..., T], or only of `rows`."""
+        hidden: Tensor = self.decoder(self.embed(tokens), positions, attend, rows, aux_states)
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:

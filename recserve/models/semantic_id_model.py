@@ -127,7 +127,7 @@ class SemanticIdModel(Network, Protocol):
 
     @property
     def decoder(self) -> nn.Module:
-        """The layers, called with the arguments of `Decoder.forward`.
+        """The layers, called with the first five arguments of `Decoder.forward`.
 
         They pass queries, keys and values to `attend`, and return final hidden states.
         """

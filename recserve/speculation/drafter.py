@@ -26,7 +26,7 @@ from torch import Tensor
 from recserve.core.plugins import Pluggable
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.tree_batch import Prefixes
-from recserve.models.gated_lora import GatedLora
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.open_question import CheckpointAmbiguity
@@ -209,8 +209,6 @@ class Drafter(Pluggable, ABC):
         reads_states: True if `read` receives these states. Otherwise only `TextContext.hidden`
             holds the final one.
         kv_shape: Shape of its own keys and values; None if it has none.
-        masks: Mask tokens that its drafts may carry as nodes of the kinds MASK + i; None if it has
-            none. Their states arrive in `TextOutcome.hidden`.
         scratch_slots: Slots of scratch memory that it needs besides those of the pages.
         idle: True if it never proposes anything, so that the engine need not call it.
         takes_tree: True if it follows `Speculation.tree`; then it overrides `check_tree`.
@@ -226,7 +224,6 @@ class Drafter(Pluggable, ABC):
     hidden_layers: tuple[int, ...] = ()
     reads_states: bool = False
     kv_shape: KVShape | None = None
-    masks: GatedLora | None = None
     scratch_slots: int = 0
     idle: ClassVar[bool] = False
     takes_tree: bool = False
@@ -264,6 +261,19 @@ class Drafter(Pluggable, ABC):
             target: The model that verifies.
         """
         return ()
+
+    def adapt_target(self, adapter: DecoderAdapter) -> DecoderAdapter:
+        """Returns the target as the engine runs it for this drafter: mostly the given one.
+
+        A drafter whose auxiliary nodes have inputs of its own returns an adapter that computes
+        them. It gives these nodes kinds above AUXILIARY, and reads their states in
+        `TextOutcome.hidden`. When an engine is built, each drafter gets the result of the one
+        before it.
+
+        Raises:
+            ValueError: If the drafter cannot share an engine with those before it.
+        """
+        return adapter
 
     def attach(self, pool: KVPool) -> None:  # noqa: B027
         """Receives the pool of its own keys and values, with the slots of the target's pool.

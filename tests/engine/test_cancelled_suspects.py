@@ -22,11 +22,11 @@ def test_the_others_go_on_together(monkeypatch, gone, tried):
     engine.forget_all()
     forward, together = Runner.forward, []
 
-    def broken(self, pieces, aux_states=None, masks=None):
+    def broken(self, pieces, aux_states=None):
         together.append(engine.schedulers["text"].num_admitted)
         if len(together) == 1:
             raise RuntimeError("broken kernel")
-        return forward(self, pieces, aux_states, masks)
+        return forward(self, pieces, aux_states)
 
     monkeypatch.setattr(Runner, "forward", broken)
     futures = [engine.submit(query) for query in queries]

@@ -42,11 +42,11 @@ def fail_with(monkeypatch, poison, times=None):
     """Makes forward passes fail whose tokens satisfy `poison`; at most `times` of them."""
     forward, failed = Runner.forward, []
 
-    def broken(self, pieces, aux_states=None, masks=None):
+    def broken(self, pieces, aux_states=None):
         if (times is None or len(failed) < times) and poison(pieces):
             failed.append(len(pieces))
             raise RuntimeError("broken kernel")
-        return forward(self, pieces, aux_states, masks)
+        return forward(self, pieces, aux_states)
 
     monkeypatch.setattr(Runner, "forward", broken)
     return failed
@@ -257,10 +257,10 @@ def test_a_hanging_step_shows(monkeypatch):
     hangs, go_on = threading.Event(), threading.Event()
     forward = Runner.forward
 
-    def slow(self, pieces, aux_states=None, masks=None):
+    def slow(self, pieces, aux_states=None):
         hangs.set()
         go_on.wait(30)
-        return forward(self, pieces, aux_states, masks)
+        return forward(self, pieces, aux_states)
 
     monkeypatch.setattr(Runner, "forward", slow)
     engine.start()

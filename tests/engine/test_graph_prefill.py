@@ -11,12 +11,13 @@ from recserve.engine.capture import (
     PrefillGraphs,
 )
 from recserve.engine.kv_cache import KVCache
-from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_scheduler import TextLimits
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.metrics import Metrics
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.inputs import NodeInputs
 from recserve.service.service import gauges_of
 from recserve.speculation.completion import TextQuery

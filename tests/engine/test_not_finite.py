@@ -48,11 +48,11 @@ class Fault:
     def __init__(self, runner, tree, forward=0, value=NAN, written=True):
         self.runner, self.tree, self.left = runner, tree, forward
         self.value, self.written, self.struck = value, written, False
-        self.layers = runner.layers
-        runner.layers = self
+        self.compute = runner.compute
+        runner.compute = self
 
-    def __call__(self, batch, inputs):
-        states, rows = self.layers(batch, inputs), inputs.rows
+    def __call__(self, batch, inputs, rows=None, aux_states=None):
+        states = self.compute(batch, inputs, rows, aux_states)
         self.left -= 1
         if self.left == -1:
             self.struck = True
@@ -67,7 +67,7 @@ class Fault:
         return states
 
     def end(self):
-        self.runner.layers = self.layers
+        self.runner.compute = self.compute
         assert self.struck, "there was no such forward"
 
 
@@ -178,7 +178,7 @@ def test_the_last_forward_is_looked_at_like_the_first(world, strategy):
     counted = Fault(scheduler.runner, 0, 10**9)
     outcomes(world.engine, [request])
     forwards = 10**9 - counted.left
-    scheduler.runner.layers = counted.layers
+    scheduler.runner.compute = counted.compute
     assert_one_fails(world.engine, scheduler, [request], 0, forwards - 1)
 
 

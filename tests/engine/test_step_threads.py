@@ -6,12 +6,13 @@ import threading
 import pytest
 import torch
 
-from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.kernels.attention.attention import tree_attention
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.native import threads
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_weights
 from tests.support.text_plain import drawn_model

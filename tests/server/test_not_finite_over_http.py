@@ -22,14 +22,14 @@ class Fault:
     """Makes all that one forward of a runner returns NaN: the next one, or one that comes later."""
 
     def __init__(self, monkeypatch, runner):
-        self.left, layers = 0, runner.layers
+        self.left, compute = 0, runner.compute
 
         def broken(*inputs):
-            states = layers(*inputs)
+            states = compute(*inputs)
             self.left -= 1
             return torch.full_like(states, float("nan")) if self.left == 0 else states
 
-        monkeypatch.setattr(runner, "layers", broken)
+        monkeypatch.setattr(runner, "compute", broken)
 
     def strike(self, forward=1):
         self.left = forward

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from recserve.drafters.mask_tokens.adapter import MaskTokensAdapter
 from recserve.drafters.mask_tokens.drafter import (
     LinearMaskTokensDrafter,
     MaskLayout,
@@ -14,15 +15,17 @@ from recserve.drafters.mask_tokens.drafter import (
 )
 from recserve.drafters.mask_tokens.files import save_mask_tokens
 from recserve.drafters.merged import MergedDrafter
+from recserve.drafters.registry import build_drafter
 from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.engine.build import EngineModels, build_engine
-from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.engine.text_step_graph import StepShape
 from recserve.kernels import backend
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.native import native
 from recserve.kernels.tree import CANDIDATE, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
@@ -209,6 +212,8 @@ def test_captured_steps_have_masks_too():
 def scored(model, tokens, parents, kinds, masks, root):
     """Returns the states of a tree's nodes below a root, and the keys and values in the pool."""
     adapter = DecoderAdapter(model)
+    if masks is not None:
+        adapter = MaskTokensAdapter(model, masks, "mask_tokens")
     pool = KVPool(adapter.kv_shape, 64, 1)
     runner, slots = Runner(adapter, pool), torch.arange(64)
     size, count = len(root), len(tokens)
@@ -221,7 +226,7 @@ def scored(model, tokens, parents, kinds, masks, root):
         object.__setattr__(tree, "kinds", kinds)
     prefixes = Prefixes.of([slots[:size]])
     piece = TreeBatch(tree, None, own, prefixes, inputs=NodeInputs(tokens))
-    (hidden,) = runner.forward([piece], masks=masks)
+    (hidden,) = runner.forward([piece])
     return hidden, pool.keys[:, size : size + count], pool.values[:, size : size + count]
 
 
@@ -334,21 +339,29 @@ def test_masks_in_a_merged_tree(model):
 
 
 def test_both_layouts_of_one_folder_serve_together(model, tmp_path):
+    """Beside each other, and joined in one tree."""
     save_mask_tokens(mask_network(model), tmp_path)
     drafters = {kind.name: kind.from_folders([tmp_path], model) for kind in KINDS}
+    drafters["joined"] = build_drafter("mask_tokens+mask_tokens_linear", model, [tmp_path] * 2)
     engine = engine_for(model, drafters=drafters)
     texts = []
     for name in ("none", *drafters):
         asked = [TextQuery(p, SamplingParams(max_tokens=8), Speculation(name)) for p in prompts(2)]
         texts.append([answer.tokens.tolist() for answer in engine.run_many(asked)])
-    assert texts[0] == texts[1] == texts[2]
+    assert all(text == texts[0] for text in texts)
+
+
+class OtherAdapter(DecoderAdapter):
+    """What a plug-in makes of the target."""
 
 
 def test_two_sets_of_masks_are_refused(model):
     drafters = {kind.name: kind(mask_network(model), model) for kind in KINDS}
-    with pytest.raises(ValueError, match="have different mask tokens"):
-        build_engine(EngineModels(text=model, drafters=drafters))
-    with pytest.raises(ValueError, match="two of the joined drafters"):
-        MergedDrafter(list(drafters.values()))
+    joined = {"joined": MergedDrafter(list(drafters.values()))}
+    for together in (drafters, joined):
+        with pytest.raises(ValueError, match=r"\['mask_tokens', 'mask_tokens_linear'\] have diff"):
+            build_engine(EngineModels(text=model, drafters=together))
+    with pytest.raises(ValueError, match="cannot share an engine with one .* by OtherAdapter"):
+        drafters["mask_tokens"].adapt_target(OtherAdapter(model))
     with pytest.raises(ValueError, match="for a target of another shape"):
         MaskTokensDrafter(mask_network(model), wide_model())

@@ -25,13 +25,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from recserve.drafters.mask_tokens.adapter import MASK, MaskTokensAdapter
 from recserve.drafters.mask_tokens.files import load_mask_tokens
 from recserve.drafters.mask_tokens.network import MaskTokens
 from recserve.drafters.shared.limits import allowed, only_chains
 from recserve.drafters.shared.noisy import best_with_noise
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import CANDIDATE, MASK
-from recserve.models.gated_lora import GatedLora
+from recserve.kernels.tree import CANDIDATE
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -130,7 +131,6 @@ class MaskTokensDrafter(Drafter):
     needs_weights = True
     num_folders = 1
     quadratic = True
-    masks: GatedLora
 
     def __init__(self, network: MaskTokens, target: LanguageModel) -> None:
         if network.config.decoder != target.config.decoder:
@@ -149,6 +149,27 @@ class MaskTokensDrafter(Drafter):
         network = load_mask_tokens(folders[0], target)
         pack_weights(network)
         return cls(network, target)
+
+    def adapt_target(self, adapter: DecoderAdapter) -> DecoderAdapter:
+        """Returns a target that computes the mask tokens.
+
+        Raises:
+            ValueError: If another drafter of the engine needs a different target.
+        """
+        if type(adapter) is DecoderAdapter:
+            assert isinstance(adapter.model, LanguageModel)
+            return MaskTokensAdapter(adapter.model, self.masks, self.name)
+        if not isinstance(adapter, MaskTokensAdapter):
+            raise ValueError(
+                f"the drafter {self.name!r} cannot share an engine with one that computes the "
+                f"target by {type(adapter).__name__}; serve only one of them"
+            )
+        if not adapter.masks.equals(self.masks):
+            raise ValueError(
+                f"the drafters {sorted([adapter.drafter, self.name])} have different mask tokens; "
+                "an engine holds one set, which both may load from one folder"
+            )
+        return adapter
 
     def forget(self, context_id: int) -> None:
         """Drops the states of a text."""

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recserve.drafters.mask_tokens.gated_lora import GatedLora, LowRank
 from recserve.models.config import DecoderConfig
-from recserve.models.gated_lora import GatedLora, LowRank
 from recserve.models.language_model import LanguageModel
 
 

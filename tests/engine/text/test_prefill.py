@@ -23,9 +23,9 @@ def counting(engine) -> list[int]:
     runner, rows = engine.schedulers["text"].runner, []
     forward = runner.forward
 
-    def counted(pieces, aux_states=None, masks=None):
+    def counted(pieces, aux_states=None):
         rows.append(sum(piece.tree.num_nodes for piece in pieces))
-        return forward(pieces, aux_states, masks)
+        return forward(pieces, aux_states)
 
     runner.forward = counted
     return rows

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recserve.engine.runner import DecoderAdapter, Runner
+from recserve.engine.runner import Runner
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.layers import operators, reference, triton_norms, triton_rope_write
 from recserve.kernels.layers.reference import HeadNorms
 from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.models.adapters import DecoderAdapter
 from recserve.models.config import DecoderConfig
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig

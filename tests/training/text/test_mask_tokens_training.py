@@ -10,8 +10,8 @@ import torch
 
 from recserve.drafters.mask_tokens.drafter import LinearMaskTokensDrafter, MaskTokensDrafter
 from recserve.drafters.mask_tokens.files import load_mask_tokens
+from recserve.drafters.mask_tokens.gated_lora import MaskRows
 from recserve.models.attention import DenseAttention
-from recserve.models.gated_lora import MaskRows
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.mask_tokens import (
@@ -67,8 +67,8 @@ def test_a_packed_pass_is_many_passes(model, text):
     for place, end in enumerate(ends.tolist()):
         row = torch.cat([states.tokens[:, : end + 1], torch.zeros(2, 3, dtype=torch.long)], 1)
         numbers = torch.tensor([-1] * (end + 1) + [0, 1, 2])
-        gate = MaskRows(network.lora, numbers)
-        alone = model(row, torch.arange(end + 4), DenseAttention(), mask_rows=gate)[:, -3:]
+        masks = MaskRows(network.lora, numbers)
+        alone = masks.forward(model, row, torch.arange(end + 4), DenseAttention())[:, -3:]
         torch.testing.assert_close(states.given[:, place], alone, rtol=1e-4, atol=1e-4)
         assert states.labels[place].tolist() == [end + 1, end + 2, end + 3]
 

@@ -32,9 +32,9 @@ from rich.console import Console
 from torch import Tensor
 
 from recserve.drafters.mask_tokens.files import load_mask_tokens, save_mask_tokens
+from recserve.drafters.mask_tokens.gated_lora import MaskRows
 from recserve.drafters.mask_tokens.network import MaskTokens, MaskTokensConfig
 from recserve.models.attention import DenseAttention
-from recserve.models.gated_lora import MaskRows
 from recserve.models.language_model import LanguageModel
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
@@ -184,11 +184,11 @@ class MaskTokensTrainee:
         mask_rows = MaskRows(self.model.lora, torch.cat([torch.full_like(text, -1), own]))
         inputs = torch.cat([tokens, tokens.new_zeros(len(tokens), count)], dim=1)
         positions = torch.cat([text, below + 1 + own])
-        hidden = self.target(inputs, positions, DenseAttention(mask), mask_rows=mask_rows)
+        hidden = mask_rows.forward(self.target, inputs, positions, DenseAttention(mask))
         anchors = hidden[:, :size].detach()
         with torch.no_grad():
             wanted = self.target.logits(anchors).float().softmax(-1)
-        given = hidden[:, size:].unflatten(1, (len(ends), k))
+        given = torch.unflatten(hidden[:, size:], 1, (len(ends), k))
         return MaskedStates(tokens, wanted, anchors.float(), given, ends[:, None] + 1 + number)
 
     def _sample_states(self, states: MaskedStates) -> Tensor:

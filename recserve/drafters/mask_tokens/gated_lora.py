@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recserve.kernels.tree import MASK
+from recserve.models.attention import Attend
 from recserve.models.config import DecoderConfig
+from recserve.models.decoder import AuxHiddenStates
+from recserve.models.language_model import LanguageModel
 
 
 class LowRank(nn.Module):
@@ -100,7 +102,7 @@ class GatedLora(nn.Module):
 
 @dataclass(frozen=True)
 class MaskRows:
-    """The rows of mask tokens among the rows of a forward pass.
+    """The rows of mask tokens among the rows of a forward pass, as updates of its products.
 
     Attributes:
         lora: Embeddings and updates.
@@ -113,11 +115,6 @@ class MaskRows:
     numbers: Tensor
     fixed_shapes: bool = False
 
-    @staticmethod
-    def of(lora: GatedLora, kinds: Tensor, fixed_shapes: bool = False) -> MaskRows:
-        """Returns the mask rows of tree nodes of these kinds [T]."""
-        return MaskRows(lora, kinds - MASK, fixed_shapes or kinds.is_cuda)
-
     @cached_property
     def _open(self) -> Tensor:
         return self.numbers >= 0
@@ -126,6 +123,23 @@ class MaskRows:
     def rows(self) -> Tensor:
         """[n] the rows of mask tokens. On a device, reading it waits for the device."""
         return self._open.nonzero()[:, 0]
+
+    def forward(
+        self,
+        model: LanguageModel,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rows: Tensor | None = None,
+        aux_states: AuxHiddenStates | None = None,
+    ) -> Tensor:
+        """Returns a model's states as `LanguageModel.forward` does, with the mask tokens as inputs.
+
+        The tokens of their rows have no meaning.
+        """
+        x = self.embed(model.embed(tokens))
+        hidden: Tensor = model.decoder(x, positions, attend, rows, aux_states, self)
+        return hidden
 
     def embed(self, x: Tensor) -> Tensor:
         """Returns embedded tokens [..., T, E] with the inputs of the mask tokens replaced."""

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recserve.drafters.mask_tokens.gated_lora import GatedLora
 from recserve.models.config import DecoderConfig
-from recserve.models.gated_lora import GatedLora
 
 CONFIG = DecoderConfig(8, 2, 1, 1, 8, 8)
 A, B = Path("a"), Path("b")
