@@ -266,6 +266,10 @@ def rebuild_bundle(
         out: Folder of the new bundle.
         log: Called with each line of progress.
     """
+    if not bundle.manifest.has_quantizer:
+        raise BundleError(
+            f"{bundle.root}: was imported, so it cannot be built again from other events"
+        )
     recorded = {**bundle.manifest.build, "event_kinds": bundle.manifest.event_kinds}
     if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}

@@ -20,6 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.history.event_kinds import EventKinds
 from recserve.features.history.type_names import check_type_names
@@ -50,7 +52,7 @@ UNTRAINED = "untrained"
 # What servers read from each section of a manifest. The rest of a section is the record of how it
 # was made, and changes no answer.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "build": ("type_names", "event_kinds", "collaborative_dim", "own_vectors"),
+    "build": ("type_names", "event_kinds", "collaborative_dim", "own_vectors", "shared_ids"),
     "recommender": ("dense_weight", "auto"),
     "retriever": ("recommender",),
     "drafters/nezha": ("recommender",),
@@ -132,6 +134,11 @@ class Manifest:
     def type_names(self) -> tuple[str, ...]:
         """Names of the event types."""
         return tuple(self.build.get("type_names", ()))
+
+    @property
+    def has_quantizer(self) -> bool:
+        """False for an imported bundle, whose ids come from elsewhere."""
+        return "shared_ids" not in self.build
 
     @property
     def collaborative_dim(self) -> int:
@@ -390,9 +397,18 @@ class Bundle:
             )
         return quantizer, encoder
 
+    def shadows(self, catalog: Catalog) -> np.ndarray:
+        """Returns ascending rows of items that share the id of another one and give way to it."""
+        ids = catalog.semantic_ids
+        if self.manifest.build.get("shared_ids", "all") == "all" or not ids.has_disambiguation:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(ids.codes[:, -1])
+
     def check_parts(self) -> None:
         """Loads everything but the models and throws it away. Raises BundleError."""
-        self.encoders(self.catalog())
+        catalog = self.catalog()
+        if self.manifest.has_quantizer:
+            self.encoders(catalog)
 
     def events(self) -> EventLog:
         """Loads the positive events of the build, which models are trained on and evaluated with.
@@ -403,7 +419,11 @@ class Bundle:
         return self.all_events().positive(self.manifest.event_kinds)
 
     def all_events(self) -> EventLog:
-        """Loads the events of the build. Raises BundleError if they are damaged."""
+        """Loads the events of the build. Raises BundleError if there are none, or damaged ones."""
+        if EVENTS not in self.manifest.files and not self.manifest.has_quantizer:
+            raise BundleError(
+                f"{self.root}: was imported without events; import it again with --events FILE"
+            )
         try:
             return read_events(self.path(EVENTS), self._catalog.items)[0]
         except (ValueError, OSError) as error:
@@ -572,6 +592,7 @@ CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
         "type_names": _type_names,
         "event_kinds": _event_kinds,
         "quantizer": _one_of("residual", "product"),
+        "shared_ids": _one_of("popular", "first", "all"),
         "levels": _or_null(_whole(1, MAX_LEVELS)),
         "codes": _or_null(_codes),
         "text_dim": _whole(0, MAX_DIM),
@@ -606,6 +627,8 @@ def _check_files(manifest: Manifest) -> None:
     """Raises BundleError if a section lacks a file that it is of no use without."""
     files, sections = manifest.files, manifest.sections
     needed = {section: FILES.get(section, ()) for section in sections}
+    if "build" in sections and not manifest.has_quantizer:
+        needed["build"] = CATALOG_FILES
     if any(name in files for name in TEXT_FILES) and "build" in sections:
         needed["build"] += TEXT_FILES
     for section, names in needed.items():

@@ -44,12 +44,13 @@ for command in (
 app.add_typer(train.app, name="train")
 
 bundle_app = typer.Typer(
-    help="Verify, calibrate or export a bundle, or load it into a running server.",
+    help="Verify, calibrate, import or export a bundle, or load it into a running server.",
     no_args_is_help=True,
 )
 bundle_app.command()(bundles.verify)
 bundle_app.command()(bundles.calibrate)
 bundle_app.command()(bundles.export)
+bundle_app.command("import")(bundles.import_checkpoint)
 bundle_app.command()(bundle_swap.load)
 bundle_app.command()(bundle_swap.rollback)
 bundle_app.command()(bundle_swap.status)

@@ -1,4 +1,4 @@
-"""Commands `build`, `evaluate` and `bundle verify|calibrate|export`."""
+"""Commands `build`, `evaluate` and `bundle verify|calibrate|export|import`."""
 
 from __future__ import annotations
 
@@ -304,3 +304,58 @@ def export(
 
     for file in export_llama(Bundle.open(path), out):
         typer.echo(f"{file}: {file.stat().st_size:,} bytes")
+
+
+def import_checkpoint(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
+    items: Annotated[
+        Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
+    format: Annotated[
+        str | None, typer.Option(help="generic, minionerec, or that of an installed package.")
+    ] = None,
+    ids: Annotated[
+        Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")
+    ] = None,
+    id_format: Annotated[
+        str | None, typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>'.")
+    ] = None,
+    prompt: Annotated[
+        Path | None, typer.Option(help="generic: Jinja file that writes the prompt of `history`.")
+    ] = None,
+    events: Annotated[
+        Path | None, typer.Option(help="Events as of `recserve build`, for histories.")
+    ] = None,
+    shared_ids: Annotated[
+        Literal["popular", "first", "all"],
+        typer.Option(help="Which of several items with one id are recommended."),
+    ] = "popular",
+    max_history: Annotated[
+        int | None, typer.Option(min=1, help="Items of a history in a prompt; default: the format.")
+    ] = None,
+    rule: Annotated[
+        Literal["children", "level", "vocabulary"] | None,
+        typer.Option(help="What the softmax of a code runs over; default: that of the format."),
+    ] = None,
+    column: ColumnFlag = None,
+) -> None:
+    """Import a recommender that was trained elsewhere, from a Hugging Face folder."""
+    from recserve.formats.checkpoint_format import ImportOptions
+    from recserve.formats.conversion import import_checkpoint as convert
+
+    options = ImportOptions(
+        folder=folder,
+        items=items,
+        out=out,
+        format=format,
+        ids=ids,
+        id_format=id_format,
+        prompt=prompt,
+        events=events,
+        shared_ids=shared_ids,
+        max_history=max_history,
+        rule=rule,
+        columns=column_names(column),
+    )
+    convert(options, typer.echo)

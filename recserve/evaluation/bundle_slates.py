@@ -11,8 +11,8 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.evaluation.item_graph import links_of
 from recserve.evaluation.slates import SlateOptions, Slates
 from recserve.kernels.item_graph import ItemGraph
-from recserve.kernels.trie.trie import build_trie
-from recserve.models.recommender import load_recommender
+from recserve.kernels.trie.trie import catalog_trie
+from recserve.models.imported_model import load_model
 from recserve.search.strategy import strategy_classes
 from recserve.service.model_loader import graph_of_links, item_index, load_heads, load_item_graph
 
@@ -46,10 +46,10 @@ class BundleSlates:
         catalog, place = bundle.catalog(), torch.device(device)
         codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
         vectors = torch.from_numpy(catalog.vectors)
-        model = load_recommender(bundle.directory("recommender"), codes, vectors, place)
+        model = load_model(bundle.directory("recommender"), codes, vectors, place)
         model.pack()  # the server packs its weights too, so results are comparable
         heads = load_heads(bundle, model)
-        trie = build_trie(codes, model.config.codebook_sizes).to(place)
+        trie = catalog_trie(codes, model.config.codebook_sizes, bundle.shadows(catalog)).to(place)
         slates = Slates(model, trie, catalog.semantic_ids.codes, heads, item_index(model, heads))
         slates.engine.capture(trie)
         graph = load_item_graph(bundle, place)

@@ -124,8 +124,7 @@ def prefix_tokens(
 
 def model_window(history: Ints, template: PrefixTemplate) -> Ints:
     """Returns the part of a history that the model reads, cut as in the server."""
-    size = template.max_items
-    return history[window_start(len(history), size, max(1, size // 4)) :]
+    return history[window_start(len(history), template.max_items, template.block) :]
 
 
 @torch.no_grad()

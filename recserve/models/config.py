@@ -184,6 +184,11 @@ class RecommenderConfig:
         return len(self.codebook_sizes)
 
     @property
+    def num_token_levels(self) -> int:
+        """Levels whose codes are tokens: all."""
+        return len(self.codebook_sizes)
+
+    @property
     def num_code_tokens(self) -> int:
         """V, BOS and the codes of all levels; the first item token."""
         return 1 + sum(self.codebook_sizes)

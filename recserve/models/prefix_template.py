@@ -48,6 +48,14 @@ class PrefixTemplate(Protocol):
         ...
 
     @property
+    def block(self) -> int:
+        """Number of events by which the window of a longer history slides.
+
+        A larger one leaves a prefix cached for several events; 1 gives exactly the last events.
+        """
+        ...
+
+    @property
     def grows(self) -> bool:
         """Whether the tokens of a longer history begin with those of a shorter one.
 
@@ -75,13 +83,14 @@ class HistoryTemplate:
     Attributes:
         max_items: Most events in a prefix.
         first_item: Token of item row 0 in the `items` form. None in the `codes` form.
+        block: A quarter of `max_items`.
         grows: True.
     """
 
     grows = True
 
     def __init__(self, codebook_sizes: tuple[int, ...], form: InputForm, max_items: int) -> None:
-        self.max_items = max_items
+        self.max_items, self.block = max_items, max(1, max_items // 4)
         offsets = np.concatenate([[0], np.cumsum(codebook_sizes)]).astype(np.int64) + BOS + 1
         self.first_item = int(offsets[-1]) if form == "items" else None
         self._offsets = offsets[:-1]

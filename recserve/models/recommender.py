@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_record, regular_file
+from recserve.files import read_json_object, read_record, regular_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native import LevelCodes, NativeDescent
 from recserve.models.attention import Attend
@@ -31,6 +31,8 @@ from recserve.models.packing import PackedLinear, pack_layers, pack_weights, pac
 from recserve.models.prefix_template import BOS, HistoryTemplate
 from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
+
+IMPORTED = "imported"  # field of a config.json that models/imported_model.py reads
 
 
 class Recommender(nn.Module):
@@ -333,6 +335,11 @@ def save_recommender(model: Recommender, directory: Path | str) -> None:
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
+def is_imported(directory: Path) -> bool:
+    """Returns whether a folder holds a recommender that was trained elsewhere."""
+    return IMPORTED in read_json_object(directory / "config.json")
+
+
 def load_recommender(
     directory: Path | str,
     codes: Tensor | None = None,
@@ -345,6 +352,11 @@ def load_recommender(
     does not fit.
     """
     directory = Path(directory)
+    if is_imported(directory):
+        raise ValueError(
+            f"{directory} holds an imported recommender; this needs one that was trained here, "
+            "with recserve train recommender"
+        )
     config = read_record(directory / "config.json", RecommenderConfig)
     path = directory / "model.safetensors"
     try:

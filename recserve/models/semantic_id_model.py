@@ -71,8 +71,17 @@ class SemanticIdConfig(Protocol):
         ...
 
     @property
-    def normalization(self) -> Literal["children", "vocabulary"]:
-        """Whether the softmax of a level runs over the valid codes or over all tokens."""
+    def normalization(self) -> Literal["children", "level", "vocabulary"]:
+        """Whether the softmax of a level is over its valid codes, all its codes, or all tokens."""
+        ...
+
+    @property
+    def num_token_levels(self) -> int:
+        """Levels whose codes are tokens.
+
+        One more level only separates items that share all codes above it. Each of them has the
+        score of these codes, or an equal share of it if levels are normalised over valid codes.
+        """
         ...
 
     @property

@@ -25,7 +25,8 @@ either `advance` or `verify_draft`. Both run `descend`, which takes steps:
 - `verify_draft` goes on to the leaves without the paths that have no state, and proves that
   they do not matter, or names those that still could.
 
-THEOREM. Log-probabilities are at most 0, so no item scores more than a path to it. Take any
+THEOREM. Log-probabilities are at most 0, so no item scores more than a path to it. That holds
+whatever a level is normalised over: valid children, all codes of the level, all tokens. Take any
 threshold, and drop any paths that are not above it. Above the threshold the search still finds
 what full beam search finds: a child above it has a parent above it, and a path that is not above
 it displaces nothing above it. So if k found items are above the threshold, they are the k best.

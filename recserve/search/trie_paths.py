@@ -145,6 +145,12 @@ def level_scores(
     """
     if model.config.normalization == "children":
         return model.level_logits(hidden, level), None
+    if level >= model.config.num_token_levels:  # these codes are certain
+        zeros = hidden.new_zeros(hidden.shape[0], model.config.codebook_sizes[level] + 1).float()
+        return zeros[:, 1:], zeros[:, 0]
+    if model.config.normalization == "level":
+        logits = model.level_logits(hidden, level).float()
+        return logits, logits.logsumexp(-1)
     logits = model.full_logits(hidden).float()
     start = model.config.level_offsets[level]
     own = logits[:, start : start + model.config.codebook_sizes[level]]
@@ -170,8 +176,13 @@ def level_log_probs(
         logits = model.level_logits(hidden, level).float().gather(1, codes)
         logits = F.pad(logits.masked_fill(~valid, DEAD), (0, -codes.shape[1] % LANES), value=DEAD)
         return logits.log_softmax(-1)[:, : codes.shape[1]]
+    config = model.config
+    if config.normalization == "level" or level >= config.num_token_levels:
+        scores, normalizers = level_scores(model, hidden, level)
+        assert normalizers is not None
+        return scores.gather(1, codes) - normalizers[:, None]
     logits = model.full_logits(hidden).float()
-    return logits.log_softmax(-1).gather(1, codes + model.config.level_offsets[level])
+    return logits.log_softmax(-1).gather(1, codes + config.level_offsets[level])
 
 
 def path_log_probs(

@@ -308,13 +308,15 @@ class LiveCatalog:
                 items = apply_changes(items, part)
             self._restore(items, bundle.base_trie)
 
-    def open_tools(self) -> tuple[NewVectors, IdAssigner]:
+    def open_tools(self) -> tuple[NewVectors, IdAssigner] | None:
         """Returns what makes vectors and semantic ids of new items; the first call reads them.
+
+        It is None for an imported bundle.
 
         Raises:
             BundleError: If the quantiser or the text encoder is damaged.
         """
-        if self._tools is None:
+        if self._tools is None and self._bundle.manifest.has_quantizer:
             bundle, catalog = self._bundle, self.current.catalog
             raw = self.embedding_size() == int(catalog.vectors.shape[1])
             quantizer, encoder = bundle.encoders(catalog)
@@ -413,7 +415,7 @@ class LiveCatalog:
 
     def _put(self, body: ItemsRequest, added_at: Mapping[str, int | None]) -> ItemsResponse:
         before = self.current
-        request = _PutRequest(before, *self.open_tools(), self.clock(), added_at)
+        request = _PutRequest(before, self.open_tools(), self.clock(), added_at)
         changes = request.read(body.items)
         if changes:
             self._commit(ChangeSet(before.items.number + 1, changes=tuple(changes)))
@@ -626,8 +628,8 @@ class _PutRequest:
 
     Attributes:
         snapshot: The catalogue version that the changes apply to.
-        vectors: Makes vectors for items that come without an embedding.
-        assigner: Assigns semantic ids.
+        tools: Makes vectors for items that come without an embedding, and assigns semantic ids.
+            None: no item gets another id, and there are no new items.
         now_us: Time of the request in microseconds since 1970.
         added_at: Times of addition of items that another catalogue had before, by id.
         rejected: Items that the request cannot change, with the reason.
@@ -637,14 +639,12 @@ class _PutRequest:
     def __init__(
         self,
         snapshot: Snapshot,
-        vectors: NewVectors,
-        assigner: IdAssigner,
+        tools: tuple[NewVectors, IdAssigner] | None,
         now_us: int,
         added_at: Mapping[str, int | None],
     ) -> None:
         self.snapshot = snapshot
-        self.vectors = vectors
-        self.assigner = assigner
+        self.tools = tools
         self.now_us = now_us
         self.added_at = added_at
         self.rejected: list[Rejection] = []
@@ -681,6 +681,12 @@ class _PutRequest:
         if body.item_id in self._changes:
             raise ValueError(f"item {body.item_id[:80]!r} occurs twice in this request")
         items = self.snapshot.items
+        if self.tools is None and (row < 0 or body.embedding is not None):
+            name = "item_id" if row < 0 else "embedding"
+            raise ValueError(
+                f"{name}: the bundle was imported and cannot give an item a semantic id; only "
+                "items of the import can change. Import again with this item and its id"
+            )
         items.check_key(body.item_id, row)
         new = ItemRecord(
             body.item_id, "", [], {}, added_at=self.added_at.get(body.item_id, self.now_us)
@@ -709,23 +715,24 @@ class _PutRequest:
 
     def _check_embedding(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
         """Returns the [F] vector of an embedding; None if there is none or it does not change."""
-        if embedding is None:
+        if embedding is None or self.tools is None:
             return None
+        vectors = self.tools[0]
         given = np.array(embedding, dtype=np.float32)
-        sizes = self.vectors.sizes
+        sizes = vectors.sizes
         if given.size not in sizes:
             wanted = " or ".join(map(str, sizes))
             raise ValueError(f"embedding: expected {wanted} numbers, got {given.size}")
         if not np.isfinite(given).all():
             raise ValueError("embedding: holds a number that is not finite in single precision")
         with np.errstate(over="ignore"):
-            too_long = self.vectors.raw and not np.isfinite(np.linalg.norm(given))
+            too_long = vectors.raw and not np.isfinite(np.linalg.norm(given))
         if too_long:  # other embeddings are scaled to length 1
             raise ValueError("embedding: its length is not finite in single precision")
         if given.size < sizes[0]:
-            vector = self.vectors.of_content(given[None])[0]
+            vector = vectors.of_content(given[None])[0]
         else:
-            vector = given if self.vectors.raw else unit(given[None])[0]
+            vector = given if vectors.raw else unit(given[None])[0]
         if row >= 0 and np.array_equal(self.snapshot.items.vectors[row], vector):
             return None
         return np.asarray(vector)
@@ -742,15 +749,16 @@ class _PutRequest:
                 new.append(change)
             elif change.vector is None and self._has_lost_id(change.row):
                 change.vector = np.asarray(items.vectors[change.row])
-        if not new:
+        if not new or self.tools is None:
             return
-        content = self.vectors.of_text([change.record for change in new])
-        made = None if content is None else self.vectors.of_content(content)
+        makes = self.tools[0]
+        content = makes.of_text([change.record for change in new])
+        made = None if content is None else makes.of_content(content)
         for number, change in enumerate(new):
             if made is not None and content is not None and content[number].any():
                 change.vector = made[number]
                 continue
-            vector = self.vectors.of_categories(change.record.categories, self._rows_of_path)
+            vector = makes.of_categories(change.record.categories, self._rows_of_path)
             reason = "no embedding and no known word; its vector comes from its categories only"
             if not vector.any():
                 reason = "no embedding, known word or category; its position is arbitrary"
@@ -760,10 +768,11 @@ class _PutRequest:
     def _assign_ids(self) -> None:
         """Gives a semantic id to each item with a new vector, or rejects the item."""
         moving = [change for change in self._changes.values() if change.vector is not None]
-        if not moving:
+        if not moving or self.tools is None:
             return
         vectors = np.stack([change.vector for change in moving if change.vector is not None])
-        ids = self.assigner.assign(self.snapshot.items, vectors, [change.row for change in moving])
+        rows = [change.row for change in moving]
+        ids = self.tools[1].assign(self.snapshot.items, vectors, rows)
         for change, new_id in zip(moving, ids, strict=True):
             if new_id is None:
                 self._reject(change.index, "all semantic ids of the catalogue are taken")

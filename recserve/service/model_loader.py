@@ -15,11 +15,12 @@ from recserve.features.vectors.vector_index import FaissIndex, VersionIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.linear.products import fastest_dtype
 from recserve.models.dense_retriever import item_vectors, load_retriever
+from recserve.models.imported_model import ImportedModel, load_model
 from recserve.models.item_heads import SelfDraftHead, load_self_draft
 from recserve.models.loading import DTYPES
 from recserve.models.packing import pack_weights
 from recserve.models.ranker import load_ranker
-from recserve.models.recommender import load_recommender
+from recserve.models.recommender import Recommender
 from recserve.models.semantic_id_model import Network, SemanticIdModel
 from recserve.search.device_index import DeviceIndex
 from recserve.search.strategy import Heads
@@ -57,6 +58,9 @@ def model_fields(models: EngineModels, strategies: tuple[str, ...]) -> dict[str,
     else:
         count = _count_parameters(models.recommender)
         facts["recommender"] = {"parameters": count, "strategies": list(strategies)}
+        if isinstance(models.recommender, ImportedModel):
+            config = models.recommender.config
+            facts["recommender"] |= {"imported": config.imported, "rule": config.normalization}
         if models.heads.retriever is not None:
             facts["recommender"]["outcomes"] = list(models.heads.retriever.config.outcomes)
     if models.ranker is not None:
@@ -91,7 +95,7 @@ def load_models(
     heads = Heads()
     if bundle.has("recommender"):
         codes = torch.from_numpy(catalog.semantic_ids.codes.astype("int64"))
-        recommender = load_recommender(bundle.directory("recommender"), codes, vectors, device)
+        recommender = load_model(bundle.directory("recommender"), codes, vectors, device)
         count = _count_parameters(recommender)
         size = ModelSize(count, loaded_bytes=count * torch.float32.itemsize, weights=weights)
         recommender.to(resolve_dtype(dtype, device, size))
@@ -99,7 +103,7 @@ def load_models(
             pack_weights(recommender.decoder, weights)  # `pack` packs the rest
         recommender.pack()
         heads = load_heads(bundle, recommender)
-        if recommender.config.dense_head:
+        if isinstance(recommender, Recommender) and recommender.config.dense_head:
             with torch.inference_mode():
                 recommender.dense_item_rows()  # computed once; new items append rows
     if bundle.has("ranker"):

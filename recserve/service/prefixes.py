@@ -48,7 +48,7 @@ class RecommenderPrefixBuilder:
     def __init__(self, model: SemanticIdModel, device: torch.device) -> None:
         self.config, self.template = model.config, model.template
         self.device = device
-        self.block = max(1, self.template.max_items // 4)
+        self.block = self.template.block
 
     def count_used(self, num_events: int) -> int:
         """Returns how many of a history's events are in the prefix."""

@@ -492,7 +492,7 @@ def _load_networks(
     """Loads the networks of a bundle, and its catalogue with all that they need of it."""
     contents = bundle.catalog()
     popularity = Popularity(contents.popularity, options.popular_half_life_s)
-    snapshot = Snapshot.of(contents, device, popularity)
+    snapshot = Snapshot.of(contents, device, popularity, bundle.shadows(contents))
     networks = load_models(bundle, snapshot, device, options.dtype, options.weights)
     tables = None
     if networks.ranker is not None:

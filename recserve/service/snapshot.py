@@ -43,7 +43,7 @@ from recserve.features.tables.arrays import RowMap, are_among
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.insertion import insert_items
-from recserve.kernels.trie.trie import Trie, build_trie
+from recserve.kernels.trie.trie import Trie, build_trie, catalog_trie
 from recserve.schemas.items import Diversity, InvalidRequest
 from recserve.search.device_index import DeviceIndex
 
@@ -70,6 +70,8 @@ class Snapshot:
         groupings: Groups of items by the columns that caps limit.
         popularity: Live counts of events.
         outside: Ascending rows of items that have not begun or have ended.
+        shadows: Ascending rows of items that share the semantic id of another item, which is
+            recommended for all of them. They are among `outside`, and in no trie.
         until_us: Time at which `outside` changes, in microseconds since 1970; None for never.
         ranking: Item tables of the ranker; None without a ranker.
         graph: Graph of similar items; None if the recommender has none.
@@ -85,13 +87,17 @@ class Snapshot:
     popularity: Popularity
     outside: np.ndarray
     until_us: int | None
+    shadows: np.ndarray
     ranking: RankingTables | None = None
     graph: ItemGraph | None = None
     index: VersionIndex | DeviceIndex | None = None
 
     @staticmethod
     def of(
-        catalog: Catalog, device: torch.device, popularity: Popularity | None = None
+        catalog: Catalog,
+        device: torch.device,
+        popularity: Popularity | None = None,
+        shadows: np.ndarray = NO_ROWS,
     ) -> Snapshot:
         """Builds the snapshot of a bundle's catalogue with all of its items, whatever the time.
 
@@ -99,16 +105,19 @@ class Snapshot:
             catalog: The catalogue of the bundle.
             device: Device of the trie.
             popularity: Live counts of events; None starts with the training events.
+            shadows: Rows that are in no trie.
         """
         codes = torch.from_numpy(catalog.semantic_ids.codes.astype(np.int64))
-        trie = build_trie(codes, catalog.semantic_ids.codebook_sizes).to(device)
+        trie = catalog_trie(codes, catalog.semantic_ids.codebook_sizes, shadows).to(device)
         rows = {item_id: row for row, item_id in enumerate(catalog.items.ids)}
         first = first_version(catalog, rows)
         filters = ItemFilters(catalog.items)
         counts = Popularity(catalog.popularity) if popularity is None else popularity
         cache = FilterCache()
         groupings = Groupings(filters)
-        return Snapshot(first, trie, trie, filters, cache, groupings, counts, NO_ROWS, None)
+        return Snapshot(
+            first, trie, trie, filters, cache, groupings, counts, shadows, None, shadows
+        )
 
     def at(
         self, items: CatalogVersion, ranking: RankingTables | None, base: Trie, now_us: int
@@ -121,7 +130,8 @@ class Snapshot:
             base: Base trie of that version or of an earlier one.
             now_us: Present time in microseconds since 1970.
         """
-        outside, until_us = items.times.outside(now_us), items.times.next_change(now_us)
+        timed, until_us = items.times.outside(now_us), items.times.next_change(now_us)
+        outside = _join(timed, self.shadows)
         same = base is self.base_trie and items.num_rows == self.items.num_rows
         same &= items.removed_rows is self.items.removed_rows
         if same and np.array_equal(outside, self.outside):
@@ -133,7 +143,7 @@ class Snapshot:
             torch.from_numpy(items.codes[rows].astype(np.int64)).to(base.device),
             torch.from_numpy(rows).to(base.device),
             items.num_rows,
-            torch.from_numpy(_join(items.removed_rows, outside)),
+            torch.from_numpy(_join(items.removed_rows, timed)),
             self.trie,
         )
         return replace(

@@ -89,6 +89,7 @@ OTHER_VALUES = {
     "collaborative_dim": (1, 2),
     "event_kinds": ({"positive": ["x"]}, {"negative": ["y"]}),
     "own_vectors": (True,),
+    "shared_ids": ("popular", "first", "all"),
     "dense_weight": (3.5, 7),
     "auto": (None,),
     "recommender": ("0" * 64, "1" * 64),

@@ -37,6 +37,7 @@ class Config:
     decoder: DecoderConfig = DecoderConfig(16, 1, 2, 1, 8, 16, max_positions=64)
     codebook_sizes: tuple[int, ...] = SIZES
     level_offsets: tuple[int, ...] = OFFSETS
+    num_token_levels: int = len(SIZES)
     autoregressive: bool = True
     dense_head: bool = False
     level_heads: bool = False
@@ -45,7 +46,7 @@ class Config:
 class Template:
     """user (separator code code code)* end"""
 
-    max_items, first_item, grows = LONGEST, None, False
+    max_items, first_item, grows, block = LONGEST, None, False, LONGEST // 4
 
     def tokens(self, rows, codes, user=None):
         who = NOBODY if user is None else 1 + len(user) % USERS

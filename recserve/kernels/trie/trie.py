@@ -648,6 +648,16 @@ def build_trie(
     )
 
 
+def catalog_trie(codes: Tensor, codebook_sizes: tuple[int, ...], without: np.ndarray) -> Trie:
+    """Builds the trie of the rows of `codes` [I, L] but for the rows `without` [n]."""
+    if not without.size:
+        return build_trie(codes, codebook_sizes)
+    present = torch.ones(len(codes), dtype=torch.bool)
+    present[torch.from_numpy(without)] = False
+    rows = present.nonzero().flatten()
+    return build_trie(codes[rows], codebook_sizes, rows, len(codes))
+
+
 def lexicographic_order(codes: Tensor, codebook_sizes: tuple[int, ...]) -> Tensor:
     """Returns the order of rows: one sort if the codes fit in 63 bits, else one sort per level."""
     bits = 1

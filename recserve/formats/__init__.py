@@ -1,0 +1,1 @@
+"""Formats of generative recommenders that were trained elsewhere, and their import as bundles."""

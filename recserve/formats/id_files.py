@@ -1,0 +1,126 @@
+"""Reads the file of an import that says which item has which id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from recserve.features.tables.conversions import convert_ids
+from recserve.features.tables.input_table import InputTable
+from recserve.features.tables.parquet import SchemaError
+from recserve.files import UnreadableFile, read_json, regular_file
+from recserve.formats.checkpoint_format import IdSpelling, ImportFault
+
+ITEM_ID, SEMANTIC_ID = COLUMNS = ("item_id", "semantic_id")
+MAX_ROWS_BYTES = 16 << 30
+
+
+def read_ids(path: Path, item_ids: Sequence[str], spelling: IdSpelling) -> np.ndarray:
+    """Returns the codes [I, L] int64 of the items.
+
+    The suffix of the file tells its kind:
+
+    - `.json`: an object of ids by item id.
+    - `.npy` and `.safetensors`: integers [I, L], in the order of the items.
+    - Parquet, CSV, JSON lines: columns `item_id` and `semantic_id`.
+
+    An id is a text such as `<a_1><b_2>`, a list of such texts or of integers, or a text of numbers.
+
+    Args:
+        path: The file.
+        item_ids: [I] ids of the items, in the order of their rows.
+        spelling: How an id is spelled.
+
+    Raises:
+        ImportFault: If the file cannot be read, an item has no id, or an id is none.
+    """
+    suffix = path.suffix.lower()
+    try:
+        if suffix in (".npy", ".safetensors"):
+            return _check_array(path, _array(path, suffix), len(item_ids), spelling)
+        found = _object(path) if suffix == ".json" else _table(path)
+    except (UnreadableFile, SchemaError) as error:
+        raise ImportFault(str(error)) from error
+    return match_ids(path, found, item_ids, spelling)
+
+
+def match_ids(
+    path: Path, found: dict[str, Any], item_ids: Sequence[str], spelling: IdSpelling
+) -> np.ndarray:
+    """Returns the codes [I, L] of the items from ids by item id. Raises ImportFault."""
+    lacking = [item_id for item_id in item_ids if item_id not in found]
+    if lacking:
+        raise ImportFault(
+            f"{path} has no id for {len(lacking)} of {len(item_ids)} items, such as item "
+            f"{lacking[0][:80]!r}; add them, or leave these items out of the items' file"
+        )
+    codes = np.empty((len(item_ids), spelling.num_levels), np.int64)
+    for row, item_id in enumerate(item_ids):
+        read = spelling.read(found[item_id])
+        if read is None:
+            raise ImportFault(
+                f"{path}: item {item_id[:80]!r} has the id {found[item_id]!r:.80}; expected "
+                f"{spelling.num_levels} codes as in {spelling.text}, or their numbers"
+            )
+        codes[row] = read
+    return codes
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ImportFault(f"{path}: expected a JSON object of ids by item id")
+    return content
+
+
+def _table(path: Path) -> dict[str, Any]:
+    source = InputTable(path, COLUMNS)
+    ids = source.require(ITEM_ID, convert_ids, "item ids", pa.nulls(len(source), pa.string()))
+    source.check()
+    if SEMANTIC_ID not in source.table.column_names:
+        raise ImportFault(f"{path} has no column {SEMANTIC_ID}; it holds the id of each item")
+    values = source.table.column(SEMANTIC_ID).to_pylist()
+    names = ids.to_pylist()
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ImportFault(f"{path}: item {str(twice)[:80]!r} occurs twice; an item has one id")
+    return dict(zip(names, values, strict=True))
+
+
+def _array(path: Path, suffix: str) -> np.ndarray:
+    """Returns the array of a file. Nothing is unpickled."""
+    if regular_file(path).stat().st_size > MAX_ROWS_BYTES:
+        raise ImportFault(f"{path}: larger than {MAX_ROWS_BYTES} bytes")
+    if suffix == ".npy":
+        try:
+            return np.asarray(np.load(path, allow_pickle=False))
+        except (ValueError, OSError, EOFError) as error:
+            raise ImportFault(f"{path} is no plain .npy file: {error}") from None
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        arrays = load_file(path)
+    except (SafetensorError, AttributeError) as error:
+        raise ImportFault(f"{path} is not a safetensors file: {error}") from None
+    if len(arrays) != 1:
+        raise ImportFault(f"{path} has {len(arrays)} arrays; expected one, with the ids")
+    return next(iter(arrays.values()))
+
+
+def _check_array(path: Path, array: np.ndarray, items: int, spelling: IdSpelling) -> np.ndarray:
+    wanted = (items, spelling.num_levels)
+    if array.dtype.kind not in "iu" or array.shape != wanted:
+        raise ImportFault(
+            f"{path} holds {array.dtype} of shape {array.shape}; expected integers of shape "
+            f"{wanted}, one row for each item of the items' file, in its order"
+        )
+    if int(array.min()) < 0 or int(array.max()) >= 1 << 16:
+        raise ImportFault(
+            f"{path} holds codes of {array.min()} to {array.max()}; expected 0 to {(1 << 16) - 1}"
+        )
+    return array.astype(np.int64)

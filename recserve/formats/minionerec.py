@@ -1,0 +1,108 @@
+"""MiniOneRec: https://github.com/AkaliKong/MiniOneRec, as of its commits 81b4ba9 and 0606902.
+
+A Qwen or Llama with tokens `<a_i><b_j><c_k>`, and a map NAME.index.json of such tokens by item
+number. Prompt and scores are those of its evaluate.py without a CTR head:
+
+- The two parts of a prompt are tokenised separately. Only a model with a begin token has one.
+- A score is the sum of the log-softmax over all tokens at the codes, a newline and the end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from recserve.files import UnreadableFile, read_bytes, read_json
+from recserve.formats.checkpoint_format import (
+    CheckpointFormat,
+    IdSpelling,
+    ImportFault,
+    ImportOptions,
+)
+from recserve.formats.id_files import match_ids
+from recserve.tokenizer.tokenizer import TextTokenizer
+
+TASK = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request. \n\n### Instruction:\n"
+    "Can you predict the next possible item that the user may expect?\n\n"
+)
+QUESTION = (
+    "### User Input: \nCan you predict the next possible item the user may expect, given the "
+    "following chronological interaction history: {history}\n\n### Response:\n"
+)
+LETTERS = "abcdefgh"
+
+
+class MiniOneRec(CheckpointFormat):
+    """Reads the map of a MiniOneRec data set, and writes the prompt of its evaluation."""
+
+    name = "minionerec"
+    rule = "vocabulary"
+
+    def __init__(self, options: ImportOptions) -> None:
+        super().__init__(options)
+        for flag, value in (("--id-format", options.id_format), ("--prompt", options.prompt)):
+            if value is not None:
+                raise ImportFault(f"{flag} has no effect with format minionerec, which has its own")
+        if options.ids is None:
+            raise ImportFault(
+                "format minionerec needs --ids, the file NAME.index.json or info/NAME.txt of its "
+                "data"
+            )
+        self._ids = options.ids
+
+    def read_ids(self, item_ids: Sequence[str]) -> np.ndarray:
+        """Reads NAME.index.json, or the lines `id, title, item number` of info/NAME.txt."""
+        try:
+            found = read_json(self._ids) if self._ids.suffix == ".json" else self._lines()
+        except UnreadableFile as error:
+            raise ImportFault(str(error)) from error
+        first = next(iter(found.values()), None) if isinstance(found, dict) else None
+        text = "".join(map(str, first)) if isinstance(first, list) else str(first)
+        levels = text.count("<")
+        if not 1 <= levels <= len(LETTERS):
+            raise ImportFault(
+                f"{self._ids}: expected ids by item number, such as "
+                '{"0": ["<a_236>", "<b_231>", "<c_226>"]}'
+            )
+        self.spelling = IdSpelling("".join(f"<{letter}_{{}}>" for letter in LETTERS[:levels]))
+        return match_ids(self._ids, found, item_ids, self.spelling)
+
+    def _lines(self) -> dict[str, str]:
+        try:
+            lines = read_bytes(self._ids).decode("utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ImportFault(f"{self._ids} is not UTF-8") from None
+        parts = [line.split("\t") for line in lines]
+        for number, part in enumerate(parts, 1):
+            if len(part) < 3:
+                raise ImportFault(
+                    f"{self._ids}: line {number} has {len(part)} columns; expected id, title and "
+                    "item number, separated by tabs"
+                )
+        return {part[-1].strip(): part[0] for part in parts}
+
+    def prompt(self, history: Sequence[str]) -> Sequence[str]:
+        """Returns the task and the question."""
+        return TASK, QUESTION.format(history=", ".join(history))
+
+    def encode(self, tokenizer: TextTokenizer, texts: Sequence[str]) -> list[int]:
+        """Returns the tokens of the parts, after the begin token of a model that has one."""
+        begin = tokenizer.tokenizer.token_to_id(tokenizer.special.get("bos_token", ""))
+        tokens = [] if begin is None else [begin]
+        for text in texts:
+            tokens += tokenizer.encode(text, special=False)
+        return tokens
+
+    def ending_tokens(self, tokenizer: TextTokenizer) -> tuple[int, ...]:
+        """Returns newline and end token."""
+        newline = tokenizer.encode("\n", special=False)
+        if len(newline) != 1 or not tokenizer.end_tokens:
+            raise ImportFault(
+                f"{self.options.folder.name}: a newline is {len(newline)} tokens and the end "
+                f"tokens are {tokenizer.end_tokens}; MiniOneRec scores one of each. Import with "
+                "--rule children, which scores neither"
+            )
+        return newline[0], tokenizer.end_tokens[0]

@@ -1,0 +1,378 @@
+"""`recserve bundle import`: what a checkpoint scores where it was trained is what we serve."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from recserve.batch import Defaults, SlateRecipe
+from recserve.bundle.bundle import Bundle, BundleError
+from recserve.cli.app import app
+from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+from recserve.formats.checkpoint_format import ImportFault, ImportOptions
+from recserve.formats.conversion import import_checkpoint
+from recserve.schemas.items import Exclusions, ItemsRequest, RecommendRequest
+from recserve.service import Service, ServiceOptions
+from recserve.training.recommender.frozen_recommender import FrozenRecommender
+from tests.support.foreign_recommenders import all_scores, foreign, share
+from tests.support.live_server import live
+
+KEEP = Exclusions(seen=False)
+TEMPLATE = "Bought: {{ history | join(' ') }}\n{% if not history %}none{% endif %}Next: "
+PART_1 = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request. \n\n### Instruction:\n"
+    "Can you predict the next possible item that the user may expect?\n\n"
+)
+PART_2 = (
+    "### User Input: \nCan you predict the next possible item the user may expect, given the "
+    "following chronological interaction history: {}\n\n### Response:\n"
+)
+
+
+def quiet(line):
+    pass
+
+
+def options(data, root, name, **changes):
+    """Returns the options of an import by one format."""
+    (root / "ids.index.json").write_text(json.dumps(data.ids))
+    (root / "prompt.jinja").write_text(TEMPLATE)
+    given = {"folder": data.folder, "items": data.items, "ids": root / "ids.index.json"}
+    given |= {"out": root / "bundle", "format": name, "events": data.events, "max_history": 8}
+    if name == "generic":
+        given |= {"id_format": "<a_{}><b_{}><c_{}>", "prompt": root / "prompt.jinja"}
+    return ImportOptions(**{**given, **changes})
+
+
+def opened(root, bundle):
+    return Service.open(
+        bundle, f"lmdb:{root}/store", "cpu", ServiceOptions(journal=root / "journal")
+    )
+
+
+def prompt_of(data, name, history):
+    """Returns the tokens of a prompt, as the original makes them."""
+    tokenizer, ids = data.tokenizer, ["".join(data.ids[item]) for item in history]
+    if name == "generic":
+        none = "" if ids else "none"
+        return tokenizer.encode(f"Bought: {' '.join(ids)}\n{none}Next: ")
+    tokens = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for part in (PART_1, PART_2.format(", ".join(ids))):
+        own = tokenizer.encode(part)
+        tokens += own[own[0] == tokenizer.bos_token_id :]
+    return tokens
+
+
+def expected(data, name, rule, history, model):
+    """Returns the score of each item's id by item id."""
+    tokenizer = data.tokenizer
+    numbers = {i: tuple(tokenizer.convert_tokens_to_ids(texts)) for i, texts in data.ids.items()}
+    levels = [tokenizer.convert_tokens_to_ids(level) for level in data.level_tokens]
+    ending = ()
+    if name == "minionerec" and rule == "vocabulary":
+        ending = (*tokenizer.encode("\n", add_special_tokens=False), tokenizer.eos_token_id)
+    prompt = prompt_of(data, name, history)
+    scores = all_scores(model, prompt, list(numbers.values()), levels, rule, ending)
+    return {item: scores[one] for item, one in numbers.items()}
+
+
+CASES = [
+    ("generic", "qwen2", "children", "popular", True),
+    ("generic", "llama", "level", "all", False),
+    ("generic", "qwen3", "vocabulary", "first", True),
+    ("generic", "qwen3", "children", "all", False),
+    ("minionerec", "qwen2", "vocabulary", "all", False),
+    ("minionerec", "llama", "vocabulary", "popular", False),
+    ("minionerec", "qwen2", "children", "first", True),
+]
+
+
+@pytest.mark.parametrize(("name", "family", "rule", "shared", "tied"), CASES)
+def test_slates_are_an_exhaustive_search_of_the_original(
+    name, family, rule, shared, tied, tmp_path
+):
+    data = foreign(tmp_path, family, tied=tied, seed=len(family) + len(rule))
+    own = ("vocabulary" if name == "minionerec" else "children") == rule
+    import_checkpoint(
+        options(data, tmp_path, name, shared_ids=shared, rule=None if own else rule), quiet
+    )
+    bundle, model = Bundle.open(tmp_path / "bundle"), data.model
+    popularity = dict(zip(data.ids, bundle.catalog().popularity.tolist(), strict=True))
+    holders = Counter(tuple(one) for one in data.ids.values())
+    draw = np.random.default_rng(1)
+    with opened(tmp_path, bundle) as service:
+        for size in (1, 2, 8, 11):
+            history = [str(row) for row in draw.integers(0, len(data.ids), size)]
+            body = {"history": history, "k": 40, "beam_width": 200, "exclude": KEEP}
+            answer = service.recommend(RecommendRequest(**body))
+            scores = expected(data, name, rule, history[-8:], model)
+            offered = list(data.ids)
+            if shared == "all" and rule == "children":
+                scores = {i: s - share(holders[tuple(data.ids[i])]) for i, s in scores.items()}
+            elif shared != "all":
+                order = {} if shared == "first" else popularity
+                first = {}
+                for item in sorted(data.ids, key=lambda i: (-order.get(i, 0), int(i))):
+                    first.setdefault(tuple(data.ids[item]), item)
+                offered = list(first.values())
+            got = {item.item_id: item.score for item in answer.items if item.source == "model"}
+            assert got.keys() == set(offered)
+            ranked = sorted((scores[item] for item in offered), reverse=True)
+            np.testing.assert_allclose(list(got.values()), ranked, rtol=1e-6, atol=1e-5)
+            for item, score in got.items():
+                assert score == pytest.approx(scores[item], rel=1e-6, abs=1e-5)
+
+
+def test_beams_are_those_of_generate(tmp_path):
+    """MiniOneRec's own search: as many beams, its mask, its newline and its end token."""
+    data, width = foreign(tmp_path, seed=5), 6
+    import_checkpoint(options(data, tmp_path, "minionerec", shared_ids="first"), quiet)
+    tokenizer, model = data.tokenizer, data.model
+    ending = [*tokenizer.encode("\n"), tokenizer.eos_token_id]
+    following: dict[tuple[int, ...], set[int]] = {}
+    names = {}
+    for item, texts in reversed(data.ids.items()):
+        tokens = [*tokenizer.convert_tokens_to_ids(texts), *ending]
+        names[tuple(tokens)] = item
+        for place, token in enumerate(tokens):
+            following.setdefault(tuple(tokens[:place]), set()).add(token)
+    draw = np.random.default_rng(2)
+    with opened(tmp_path, tmp_path / "bundle") as service:
+        for size in (1, 3, 8):
+            history = [str(row) for row in draw.integers(0, len(data.ids), size)]
+            prompt = prompt_of(data, "minionerec", history)
+            count = len(prompt)
+            with torch.inference_mode():
+                out = model.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    num_beams=width,
+                    num_return_sequences=width,
+                    max_new_tokens=8,
+                    do_sample=False,
+                    length_penalty=0.0,
+                    pad_token_id=tokenizer.eos_token_id,
+                    eos_token_id=tokenizer.eos_token_id,
+                    prefix_allowed_tokens_fn=lambda _, row, n=count: sorted(
+                        following.get(tuple(row[n:].tolist()), {tokenizer.eos_token_id})
+                    ),
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                )
+            body = {"history": history, "k": width, "beam_width": width, "exclude": KEEP}
+            answer = service.recommend(RecommendRequest(**body))
+            theirs = [names[tuple(row[len(prompt) :].tolist()[:5])] for row in out.sequences]
+            assert [item.item_id for item in answer.items] == theirs
+            np.testing.assert_allclose(
+                [item.score for item in answer.items], out.sequences_scores, atol=1e-4
+            )
+
+
+def test_an_import_is_served_like_an_own_bundle(tmp_path):
+    """Filters, caps, seen items, ranking, changes of items, HTTP, batch jobs and evaluation."""
+    data = foreign(tmp_path, seed=9)
+    import_checkpoint(options(data, tmp_path, "generic"), quiet)
+    bundle = Bundle.open(tmp_path / "bundle")
+    bundle.verify()
+    bundle.check_parts()
+    history = ["38", "4", "7", "0"]  # 38 shares its id with 1
+    scores = expected(data, "generic", "children", history, data.model)
+    with opened(tmp_path, bundle) as service:
+        body = {"history": history, "k": 10, "beam_width": 200}
+        plain = service.recommend(RecommendRequest(**body))
+        assert not {"4", "7", "0"} & {item.item_id for item in plain.items}
+        odd = service.recommend({**body, "filter": {"eq": ["kind", "odd"]}})
+        assert odd.items and all(int(item.item_id) % 2 for item in odd.items)
+        capped = service.recommend({**body, "diversity": {"category": 2}})
+        assert len([item for item in capped.items if item.source == "model"]) == 4
+        listed = [item.item_id for item in plain.items]
+        ranked = service.rank({"candidates": listed[::-1], "history": history})
+        for item in ranked.items:
+            assert item.scores["likelihood"] == pytest.approx(scores[item.item_id], abs=1e-5)
+        changed = service.put_items(
+            ItemsRequest(
+                items=[
+                    {"item_id": "5", "title": "New"},
+                    {"item_id": "new", "title": "New"},
+                    {"item_id": "6", "embedding": [1.0]},
+                ]
+            )
+        )
+        assert (changed.updated, changed.inserted) == (1, 0)
+        assert [one.index for one in changed.rejected] == [1, 2]
+        assert "imported" in changed.rejected[0].reason
+        assert service.item("5").title == "New"
+        service.hide_item(listed[0])
+        left = service.recommend(RecommendRequest(**body))
+        assert [item.item_id for item in left.items][:8] == listed[1:9]
+        before = service.versions()
+        facts = service.model("recommender")["recserve"]
+        assert (facts["imported"], facts["rule"]) == ("generic", "children")
+        with live(service) as client:
+            answer = client.post("/v1/recommend", json=body).json()
+            assert [one["item_id"] for one in answer["items"]] == [i.item_id for i in left.items]
+            assert answer["model_version"] == before["model_version"]
+    recipe = SlateRecipe(str(bundle.root), Defaults(10, beam_width=200), f"lmdb:{tmp_path}/batch")
+    with recipe.open() as task:
+        task.begin_part()
+        users = {"user_id": ["a", "b"], "history": [history, history[:2]]}
+        found = task(pa.table(users), 0).answers.to_pydict()
+        own = zip(found["user_id"], found["item_id"], strict=True)
+        assert [item for user, item in own if user == "a"] == listed
+    report = evaluate_bundle(bundle, EvaluationOptions(strategy="beam", k=(5,)))
+    assert report.to_dict()["users"] == 12
+    with pytest.raises(ValueError, match="holds an imported recommender"):
+        FrozenRecommender.open(bundle, torch.device("cpu"))
+
+
+def test_the_command_imports_without_events(tmp_path):
+    data = foreign(tmp_path)
+    given = options(data, tmp_path, "generic")
+    command = ["bundle", "import", str(data.folder), "--items", str(data.items)]
+    command += ["--ids", str(given.ids), "--id-format", given.id_format]
+    command += ["--prompt", str(given.prompt), "--out", str(given.out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    with opened(tmp_path, given.out) as service:
+        assert len(service.recommend(RecommendRequest(history=["1"], k=5)).items) == 5
+    with pytest.raises(BundleError, match="--events"):
+        Bundle.open(given.out).events()
+
+
+def _id_file(data, root, kind):
+    """Writes the ids in one kind of file."""
+    texts = ["".join(one) for one in data.ids.values()]
+    numbers = [[int(text[3:-1]) for text in one] for one in data.ids.values()]
+    path = root / f"map.{kind.split('-')[0]}"
+    table = {"item_id": list(data.ids), "semantic_id": numbers}
+    if kind == "json":
+        path.write_text(json.dumps(dict(zip(data.ids, texts, strict=True))))
+    elif kind == "json-numbers":
+        path.write_text(json.dumps(dict(zip(data.ids, numbers, strict=True))))
+    elif kind == "npy":
+        np.save(path, np.array(numbers, np.int32))
+    elif kind == "safetensors":
+        save_file({"codes": np.array(numbers, np.uint16)}, path)
+    elif kind == "parquet":
+        pq.write_table(pa.table(table), path)
+    elif kind == "parquet-texts":
+        pq.write_table(pa.table({**table, "semantic_id": list(data.ids.values())}), path)
+    elif kind == "csv":
+        rows = zip(data.ids, texts, strict=True)
+        path.write_text("item_id,semantic_id\n" + "".join(f"{i},{t}\n" for i, t in rows))
+    else:
+        rows = zip(data.ids, numbers, strict=True)
+        lines = [json.dumps({"item_id": i, "semantic_id": one}) for i, one in rows]
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+KINDS = ("json", "json-numbers", "npy", "safetensors", "parquet", "parquet-texts", "csv", "jsonl")
+
+
+def test_every_kind_of_id_file_gives_the_same_ids(tmp_path):
+    data = foreign(tmp_path)
+    wanted = None
+    for kind in KINDS:
+        out = tmp_path / kind
+        path = _id_file(data, tmp_path, kind)
+        import_checkpoint(
+            options(data, tmp_path, "generic", ids=path, out=out, max_history=1), quiet
+        )
+        codes = Bundle.open(out).catalog().semantic_ids.codes
+        wanted = codes if wanted is None else wanted
+        np.testing.assert_array_equal(codes, wanted, kind)
+
+
+def _spoil(data, root, how):
+    """Damages one input; returns the changed options and words of the refusal."""
+    folder = data.folder
+    config = json.loads((folder / "config.json").read_text())
+    if how == "encoder-decoder":
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+        return {}, "encoder-decoder"
+    if how == "another family":
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+        return {}, "model_type is 'gpt2'"
+    if how == "adapter":
+        (folder / "config.json").rename(folder / "adapter_config.json")
+        return {}, "LoRA.*merge"
+    if how == "pickled":
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+        return {}, "pickled.*safe_serialization"
+    if how == "slow tokenizer":
+        (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+        return {}, "no tokenizer.json.*use_fast"
+    if how == "item without id":
+        del data.ids["3"]
+        return {}, "no id for 1 of 40 items.*'3'"
+    if how == "unequal lengths":
+        data.ids["3"] = data.ids["3"][:2]
+        return {}, "item '3'.*expected 3 codes"
+    if how == "code without token":
+        data.ids["3"] = ["<a_1>", *data.ids["3"][1:]]
+        return {}, "item '3' has the code <a_1>, which is no token"
+    if how == "template changes ids":
+        (root / "other.jinja").write_text("{{ history | join(' ') | replace('a', 'b') }}")
+        return {"prompt": root / "other.jinja"}, "empty|none of their ids|other tokens"
+    if how == "template without ids":
+        (root / "other.jinja").write_text("Hello")
+        return {"prompt": root / "other.jinja"}, "none of their ids"
+    if how == "template that never ends":
+        (root / "other.jinja").write_text("{% for i in range(9**5) %}{{ history * i }}{% endfor %}")
+        return {"prompt": root / "other.jinja"}, "template"
+    if how == "template that fails":
+        (root / "other.jinja").write_text("x{{ history[0].__class__.__mro__ }}{{ 1 // 0 }}")
+        return {"prompt": root / "other.jinja"}, "template cannot be applied"
+    if how == "long prompts":
+        return {"max_history": 400}, "the model has 1024 positions"
+    if how == "id format":
+        return {"id_format": "<a_{}>b{}]"}, "id format"
+    if how == "no id format":
+        return {"id_format": None}, "needs --id-format"
+    if how == "pickled ids":
+        np.save(root / "ids.npy", np.array([{"a": 1}], object), allow_pickle=True)
+        return {"ids": root / "ids.npy"}, "no plain .npy"
+    if how == "array of another size":
+        np.save(root / "ids.npy", np.zeros((40, 2), np.int64))
+        return {"ids": root / "ids.npy"}, r"expected integers of shape \(40, 3\)"
+    raise AssertionError(how)
+
+
+REFUSALS = (
+    *("encoder-decoder", "another family", "adapter", "pickled", "slow tokenizer"),
+    *("item without id", "unequal lengths", "code without token", "template changes ids"),
+    *("template without ids", "template that never ends", "template that fails", "long prompts"),
+    *("id format", "no id format", "pickled ids", "array of another size"),
+)
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_what_cannot_be_imported_is_refused_by_name(how, tmp_path):
+    data = foreign(tmp_path)
+    changes, words = _spoil(data, tmp_path, how)
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        import_checkpoint(options(data, tmp_path, "generic", **changes), quiet)
+    assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "tiger"}, "'tiger'; choose --format generic or minionerec"),
+        ({"format": None}, "no format is given"),
+        ({"ids": None}, "needs --ids"),
+        ({"id_format": "<a_{}>"}, "no effect with format minionerec"),
+    ],
+)
+def test_options_that_do_not_fit_a_format_are_refused(changes, words, tmp_path):
+    data = foreign(tmp_path)
+    with pytest.raises(ImportFault, match=words):
+        import_checkpoint(options(data, tmp_path, "minionerec", **changes), quiet)
