@@ -313,7 +313,8 @@ def import_checkpoint(
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
     format: Annotated[
-        str | None, typer.Option(help="generic, minionerec, or that of an installed package.")
+        str | None,
+        typer.Option(help="generic, minionerec, lc-rec, or that of an installed package."),
     ] = None,
     ids: Annotated[
         Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")

@@ -152,6 +152,25 @@ class CheckpointFormat(Pluggable, ABC):
         """Raises ImportFault if an option is missing, or has no effect for this format."""
         self.options = options
 
+    def need_ids(self, what: str) -> Path:
+        """Returns `--ids` of a format that has a spelling and a prompt of its own.
+
+        Args:
+            what: What `--ids` is.
+
+        Raises:
+            ImportFault: If it is missing, or `--id-format` or `--prompt` is given.
+        """
+        options = self.options
+        for flag, value in (("--id-format", options.id_format), ("--prompt", options.prompt)):
+            if value is not None:
+                raise ImportFault(
+                    f"{flag} has no effect with format {self.name}, which has its own"
+                )
+        if options.ids is None:
+            raise ImportFault(f"format {self.name} needs --ids, {what}")
+        return options.ids
+
     @abstractmethod
     def read_ids(self, item_ids: Sequence[str]) -> np.ndarray:
         """Returns the codes [I, L] int64 of the items. Raises ImportFault."""

@@ -17,6 +17,7 @@ from recserve.formats.checkpoint_format import IdSpelling, ImportFault
 
 ITEM_ID, SEMANTIC_ID = COLUMNS = ("item_id", "semantic_id")
 MAX_ROWS_BYTES = 16 << 30
+LETTERS = "abcdefgh"  # of the levels of a map NAME.index.json
 
 
 def read_ids(path: Path, item_ids: Sequence[str], spelling: IdSpelling) -> np.ndarray:
@@ -68,6 +69,35 @@ def match_ids(
             )
         codes[row] = read
     return codes
+
+
+def read_index(
+    path: Path, item_ids: Sequence[str], found: dict[str, Any] | None = None
+) -> tuple[IdSpelling, np.ndarray]:
+    """Returns spelling and codes of a map NAME.index.json, whose tokens are `<a_i>`, `<b_j>`, ...
+
+    Args:
+        path: The file.
+        item_ids: [I] ids of the items.
+        found: Its ids by item id; None reads the file.
+
+    Raises:
+        ImportFault: If it is no such map, or lacks an item.
+    """
+    try:
+        found = _object(path) if found is None else found
+    except UnreadableFile as error:
+        raise ImportFault(str(error)) from error
+    first = next(iter(found.values()), None)
+    text = "".join(map(str, first)) if isinstance(first, list) else str(first)
+    levels = text.count("<")
+    if not 1 <= levels <= len(LETTERS):
+        raise ImportFault(
+            f"{path}: expected ids by item number, such as "
+            '{"0": ["<a_236>", "<b_231>", "<c_226>"]}'
+        )
+    spelling = IdSpelling("".join(f"<{letter}_{{}}>" for letter in LETTERS[:levels]))
+    return spelling, match_ids(path, found, item_ids, spelling)
 
 
 def _object(path: Path) -> dict[str, Any]:

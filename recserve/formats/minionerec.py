@@ -13,14 +13,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recserve.files import UnreadableFile, read_bytes, read_json
+from recserve.files import UnreadableFile, read_bytes
 from recserve.formats.checkpoint_format import (
     CheckpointFormat,
-    IdSpelling,
     ImportFault,
     ImportOptions,
 )
-from recserve.formats.id_files import match_ids
+from recserve.formats.id_files import read_index
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 TASK = (
@@ -32,7 +31,6 @@ QUESTION = (
     "### User Input: \nCan you predict the next possible item the user may expect, given the "
     "following chronological interaction history: {history}\n\n### Response:\n"
 )
-LETTERS = "abcdefgh"
 
 
 class MiniOneRec(CheckpointFormat):
@@ -43,36 +41,19 @@ class MiniOneRec(CheckpointFormat):
 
     def __init__(self, options: ImportOptions) -> None:
         super().__init__(options)
-        for flag, value in (("--id-format", options.id_format), ("--prompt", options.prompt)):
-            if value is not None:
-                raise ImportFault(f"{flag} has no effect with format minionerec, which has its own")
-        if options.ids is None:
-            raise ImportFault(
-                "format minionerec needs --ids, the file NAME.index.json or info/NAME.txt of its "
-                "data"
-            )
-        self._ids = options.ids
+        self._ids = self.need_ids("the file NAME.index.json or info/NAME.txt of its data")
 
     def read_ids(self, item_ids: Sequence[str]) -> np.ndarray:
         """Reads NAME.index.json, or the lines `id, title, item number` of info/NAME.txt."""
-        try:
-            found = read_json(self._ids) if self._ids.suffix == ".json" else self._lines()
-        except UnreadableFile as error:
-            raise ImportFault(str(error)) from error
-        first = next(iter(found.values()), None) if isinstance(found, dict) else None
-        text = "".join(map(str, first)) if isinstance(first, list) else str(first)
-        levels = text.count("<")
-        if not 1 <= levels <= len(LETTERS):
-            raise ImportFault(
-                f"{self._ids}: expected ids by item number, such as "
-                '{"0": ["<a_236>", "<b_231>", "<c_226>"]}'
-            )
-        self.spelling = IdSpelling("".join(f"<{letter}_{{}}>" for letter in LETTERS[:levels]))
-        return match_ids(self._ids, found, item_ids, self.spelling)
+        lines = None if self._ids.suffix == ".json" else self._lines()
+        self.spelling, codes = read_index(self._ids, item_ids, lines)
+        return codes
 
     def _lines(self) -> dict[str, str]:
         try:
             lines = read_bytes(self._ids).decode("utf-8").splitlines()
+        except UnreadableFile as error:
+            raise ImportFault(str(error)) from error
         except UnicodeDecodeError:
             raise ImportFault(f"{self._ids} is not UTF-8") from None
         parts = [line.split("\t") for line in lines]

@@ -8,10 +8,11 @@ from functools import cache
 from recserve.core.plugins import with_plugins
 from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault, ImportOptions
 from recserve.formats.generic import Generic
+from recserve.formats.lc_rec import LcRec
 from recserve.formats.minionerec import MiniOneRec
 
 ENTRY_POINTS = "recserve.formats"
-BUILT_IN: tuple[type[CheckpointFormat], ...] = (Generic, MiniOneRec)
+BUILT_IN: tuple[type[CheckpointFormat], ...] = (Generic, MiniOneRec, LcRec)
 
 
 @cache

@@ -15,6 +15,7 @@ from recserve.batch import Defaults, SlateRecipe
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli.app import app
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+from recserve.formats import registry
 from recserve.formats.checkpoint_format import ImportFault, ImportOptions
 from recserve.formats.conversion import import_checkpoint
 from recserve.schemas.items import Exclusions, ItemsRequest, RecommendRequest
@@ -33,6 +34,12 @@ PART_1 = (
 PART_2 = (
     "### User Input: \nCan you predict the next possible item the user may expect, given the "
     "following chronological interaction history: {}\n\n### Response:\n"
+)
+
+LC_REC = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\nThe user has interacted with items {} in chronological "
+    "order. Can you predict the next possible item that the user may expect?\n\n### Response:"
 )
 
 
@@ -63,6 +70,8 @@ def prompt_of(data, name, history):
     if name == "generic":
         none = "" if ids else "none"
         return tokenizer.encode(f"Bought: {' '.join(ids)}\n{none}Next: ")
+    if name == "lc-rec":
+        return tokenizer.encode(LC_REC.format(", ".join(ids)))
     tokens = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for part in (PART_1, PART_2.format(", ".join(ids))):
         own = tokenizer.encode(part)
@@ -78,6 +87,8 @@ def expected(data, name, rule, history, model):
     ending = ()
     if name == "minionerec" and rule == "vocabulary":
         ending = (*tokenizer.encode("\n", add_special_tokens=False), tokenizer.eos_token_id)
+    if name == "lc-rec" and rule == "vocabulary":
+        ending = (tokenizer.eos_token_id,)
     prompt = prompt_of(data, name, history)
     scores = all_scores(model, prompt, list(numbers.values()), levels, rule, ending)
     return {item: scores[one] for item, one in numbers.items()}
@@ -91,6 +102,7 @@ CASES = [
     ("minionerec", "qwen2", "vocabulary", "all", False),
     ("minionerec", "llama", "vocabulary", "popular", False),
     ("minionerec", "qwen2", "children", "first", True),
+    ("lc-rec", "llama", "vocabulary", "popular", False),
 ]
 
 
@@ -99,7 +111,7 @@ def test_slates_are_an_exhaustive_search_of_the_original(
     name, family, rule, shared, tied, tmp_path
 ):
     data = foreign(tmp_path, family, tied=tied, seed=len(family) + len(rule))
-    own = ("vocabulary" if name == "minionerec" else "children") == rule
+    own = ("children" if name == "generic" else "vocabulary") == rule
     import_checkpoint(
         options(data, tmp_path, name, shared_ids=shared, rule=None if own else rule), quiet
     )
@@ -363,10 +375,54 @@ def test_what_cannot_be_imported_is_refused_by_name(how, tmp_path):
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("generic", "children"), ("minionerec", "vocabulary"), ("lc-rec", "vocabulary")],
+)
+def test_a_thousand_slates_are_exhaustive_searches(name, rule, tmp_path):
+    data = foreign(tmp_path, "llama", seed=21)
+    import_checkpoint(options(data, tmp_path, name, shared_ids="first"), quiet)
+    model, draw = data.model, np.random.default_rng(3)
+    with opened(tmp_path, tmp_path / "bundle") as service:
+        for _ in range(1000):
+            size = int(draw.integers(1, 10))
+            history = [str(row) for row in draw.integers(0, len(data.ids), size)]
+            body = {"history": history, "k": 12, "beam_width": 200, "exclude": KEEP}
+            answer = service.recommend(RecommendRequest(**body))
+            scores = expected(data, name, rule, history[-8:], model)
+            best = sorted(set(scores.values()), reverse=True)[:12]
+            got = [item.score for item in answer.items]
+            np.testing.assert_allclose(got, best, rtol=1e-6, atol=1e-5)
+            for item in answer.items:
+                assert item.score == pytest.approx(scores[item.item_id], rel=1e-6, abs=1e-5)
+
+
+def test_a_package_adds_a_format(tmp_path, monkeypatch):
+    (tmp_path / "other_format.py").write_text(
+        "from recserve.formats.lc_rec import LcRec\n\n\n"
+        "class Other(LcRec):\n    name = 'other'\n\n"
+        "    def prompt(self, history):\n        return ('Next after ' + ' '.join(history),)\n"
+    )
+    info = tmp_path / "other_format-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-format\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[recserve.formats]\nother = other_format:Other\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.formats.cache_clear()
+    try:
+        data = foreign(tmp_path)
+        import_checkpoint(options(data, tmp_path, "other"), quiet)
+    finally:
+        registry.formats.cache_clear()
+    with opened(tmp_path, tmp_path / "bundle") as service:
+        assert len(service.recommend(RecommendRequest(history=["1"], k=5)).items) == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": "tiger"}, "'tiger'; choose --format generic or minionerec"),
+        ({"format": "tiger"}, "'tiger'; choose --format generic or minionerec or lc-rec"),
         ({"format": None}, "no format is given"),
         ({"ids": None}, "needs --ids"),
         ({"id_format": "<a_{}>"}, "no effect with format minionerec"),
