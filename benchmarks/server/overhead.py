@@ -112,8 +112,8 @@ def measure(service: Service, port: int, path: str, bodies: list[bytes]) -> list
     engine_ms: list[float] = []
     submit_all = service.engine.submit_all
 
-    def noted(queries):
-        futures = submit_all(queries)
+    def noted(queries, client):
+        futures = submit_all(queries, client)
 
         def note(done) -> None:
             result: Result = done.result()

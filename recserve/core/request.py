@@ -8,7 +8,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from recserve.core.allowed import AllowedItems
-from recserve.core.client import current_salt
 from recserve.core.diversity import Cap
 from recserve.core.slate_tree import SlateTree
 from recserve.kernels.item_graph import ItemGraph
@@ -59,14 +58,11 @@ class Prefix:
             cache compares keys only.
         shared: Number of first rows that all rows attend to (MTGR's profile and long history). They
             are cached as one piece.
-        salt: Only prefixes with the same salt share cached pages. By default that of the request
-            that is being prepared.
     """
 
     inputs: NodeInputs
     keys: np.ndarray
     shared: int = 0
-    salt: bytes = field(default_factory=current_salt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +122,7 @@ class PrefixKeys:
         kept: Number of first rows whose pages and cached prefixes stay.
         drafter: Drafter whose own keys and values the pages hold as well. Its prefixes are found
             only with the same name. Empty if there is none.
-        salt: As in `Prefix`. None: the prefixes of every salt.
+        salt: As in `Client`. None: the prefixes of every salt.
     """
 
     keys: np.ndarray

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.request import Continuation, Request, Result, Timing
 from recserve.core.slate_tree import TracedRound
 from recserve.models.inputs import NodeInputs
@@ -45,7 +46,7 @@ class Sequence:
         future: Receives the result.
         submitted_s: `time.monotonic()` at submission.
         model: Name of the scheduler that runs it.
-        client: Who sent it. Empty if a caller in this process did.
+        client: Who sent it.
         background: Whether it runs only while no other item request does.
         row: Its row of the slot table (engine/kv_cache.py). 0 while it has none.
         slots: [W] that row: pool slots of its pages, in order.
@@ -60,7 +61,7 @@ class Sequence:
     future: Future[Any]
     submitted_s: float
     model: str
-    client: bytes = b""
+    client: Client = LOCAL
     background: bool = False
     row: int = 0
     slots: Tensor = NO_SLOTS

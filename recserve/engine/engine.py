@@ -18,7 +18,7 @@ from typing import Any, cast, overload
 
 import torch
 
-from recserve.core.client import current_client
+from recserve.core.client import LOCAL, Client
 from recserve.core.errors import EngineStopped
 from recserve.core.futures import ResultFuture, wait_all
 from recserve.core.plugins import request_error
@@ -90,20 +90,28 @@ class Engine:
         self._timer = StepTimer()
 
     @overload
-    def submit(self, request: Request) -> Future[Result]: ...
+    def submit(self, request: Request, client: Client = LOCAL) -> Future[Result]: ...
 
     @overload
-    def submit(self, request: TextQuery) -> Future[Completion]: ...
+    def submit(self, request: TextQuery, client: Client = LOCAL) -> Future[Completion]: ...
 
-    def submit(self, request: Request | TextQuery) -> Future[Result] | Future[Completion]:
+    def submit(
+        self, request: Request | TextQuery, client: Client = LOCAL
+    ) -> Future[Result] | Future[Completion]:
         """Queues a request and returns the future of its result. Raises as `submit_all`."""
-        return self.submit_all([request])[0]
+        return self.submit_all([request], client)[0]
 
-    def submit_all(self, requests: Seq[Request | TextQuery]) -> list[Future[Any]]:
+    def submit_all(
+        self, requests: Seq[Request | TextQuery], client: Client = LOCAL
+    ) -> list[Future[Any]]:
         """Queues requests of one client, all or none, and returns the futures of their results.
 
         Cancelling a future ends its request after the forward pass that includes it. Background
         requests run one by one, each while no other item request runs.
+
+        Args:
+            requests: The requests.
+            client: Who sends them.
 
         Raises:
             QueueFull: If the queue of a model lacks room for its requests.
@@ -116,17 +124,15 @@ class Engine:
         """
         if not requests:
             return []
-        client = current_client()
         sequences = []
         for request in requests:
-            sequence = self._sequence_of(request)
+            sequence = self._sequence_of(request, client)
             try:
                 self.schedulers[sequence.model].check(sequence)
             except Exception:
                 raise
             except BaseException as error:
                 raise request_error(error) from error
-            sequence.client = client
             sequences.append(sequence)
         with self._changed:
             if self._closing:
@@ -139,17 +145,20 @@ class Engine:
 
     def check(self, request: Request | TextQuery) -> None:
         """Raises ValueError if a request cannot run, even alone. RequestTooLarge is one."""
-        sequence = self._sequence_of(request)
+        sequence = self._sequence_of(request, LOCAL)
         self.schedulers[sequence.model].check(sequence)
 
-    def check_queue(self, models: Iterable[str], num_ahead: int = 0) -> None:
+    def check_queue(
+        self, models: Iterable[str], client: Client = LOCAL, num_ahead: int = 0
+    ) -> None:
         """Raises QueueFull if the queue is full, before a caller prepares a request for it.
 
         Args:
             models: Models of which the request needs one.
+            client: Who sends the request.
             num_ahead: Requests that are on their way to the queue before it.
         """
-        self.queue.check(models, current_client(), num_ahead)
+        self.queue.check(models, client, num_ahead)
 
     def add_strategy(self, name: str, strategy: Strategy) -> None:
         """Adds a strategy under a name, or replaces the strategy of that name."""
@@ -357,7 +366,7 @@ class Engine:
         for scheduler in self.schedulers.values():
             scheduler.abandon(error)
 
-    def _sequence_of(self, request: Request | TextQuery) -> Sequence:
+    def _sequence_of(self, request: Request | TextQuery, client: Client) -> Sequence:
         """Returns the request with its strategy or drafter."""
         model, name = model_and_method(request)
         if model not in self.schedulers:
@@ -372,6 +381,6 @@ class Engine:
             raise ValueError(f"strategy is {name!r}; choose one of {self.selectable}")
         future = self._cancelled.track(ResultFuture[Any]())
         sequence: Sequence = self.schedulers[model].sequence_of(
-            request, future, methods[name], model
+            request, future, methods[name], model, client
         )
         return sequence

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from recserve.core.client import Client
 from recserve.core.errors import DeadlineExceeded, QueueFull, TooManyQueries
 from recserve.core.plugins import request_error
 from recserve.core.request import (
@@ -63,19 +64,19 @@ class RequestQueue:
         """Number of background requests that run, at most one."""
         return int(self._begun is not None and not self._begun.future.done())
 
-    def check(self, models: Iterable[str], client: bytes, num_ahead: int = 0) -> None:
+    def check(self, models: Iterable[str], client: Client, num_ahead: int = 0) -> None:
         """Raises QueueFull if no queue of these models has room for a request of the client.
 
         Args:
             models: Models of which the request needs one. Those without a scheduler do not count.
-            client: Who sends the request, as in `Sequence`.
+            client: Who sends the request.
             num_ahead: Requests that are on their way to the queue before it.
         """
         full: QueueFull | None = None
         for model in models:
             if model in self.schedulers:
                 try:
-                    return self._places_of(model).check(client, 1, num_ahead)
+                    return self._places_of(model).check(client.key, 1, num_ahead)
                 except QueueFull as error:
                     full = error
         if full is not None:
@@ -100,7 +101,7 @@ class RequestQueue:
             if num_background and len(self.background) + num_background > self.capacity:
                 raise QueueFull(f"{self.capacity} background requests wait already", GROUP_DELAY_S)
             for places, count in needed.items():
-                places.check(sequences[0].client, count)
+                places.check(sequences[0].client.key, count)
             for sequence in sequences:
                 if sequence.background:
                     self.background.append(sequence)
@@ -202,13 +203,13 @@ class RequestQueue:
     def _add(self, sequence: Sequence) -> None:
         """Adds a request. The caller holds the lock."""
         self.waiting[sequence] = None
-        self._places_of(sequence.model).take(sequence.client)
+        self._places_of(sequence.model).take(sequence.client.key)
 
     def _remove(self, sequence: Sequence) -> None:
         """Removes a request, whose place is free from now on."""
         with self._lock:
             del self.waiting[sequence]
-            self._places_of(sequence.model).leave(sequence.client)
+            self._places_of(sequence.model).leave(sequence.client.key)
 
     def _left(self, sequence: Sequence) -> bool:
         """Returns whether nobody waits for a request any more, and fails a late one."""
@@ -248,7 +249,7 @@ class Places:
         """Raises an error if there is no room for so many requests of a client.
 
         Args:
-            client: As in `Sequence`. The share does not bind callers in this process.
+            client: Its `Client.key`. The share does not bind callers in this process.
             count: Number of requests.
             num_ahead: Requests that are on their way to the queue before them.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recserve.core.client import Client
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
 from recserve.core.plugins import request_error
@@ -102,7 +103,12 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         return len(self._admitted)
 
     def sequence_of(
-        self, request: Request, future: Future[Result], method: Strategy, model: str
+        self,
+        request: Request,
+        future: Future[Result],
+        method: Strategy,
+        model: str,
+        client: Client,
     ) -> SearchSequence:
         """As Scheduler."""
         return SearchSequence(
@@ -110,6 +116,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
             future=future,
             submitted_s=time.monotonic(),
             model=model,
+            client=client,
             background=isinstance(request, PrewarmQuery),
             strategy=method,
         )
@@ -125,7 +132,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         """
         kv, request, timing = self.kv, sequence.request, sequence.timing
         capacity, rows = sequence.strategy.tree_capacity(request), request.prefix.keys.shape[0]
-        placement = kv.place(sequence, _keys(request), capacity, separate=True)
+        placement = kv.place(sequence, _keys(sequence), capacity, separate=True)
         if placement is None:
             return False
         length, cached = placement
@@ -301,7 +308,7 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         for sequence in sequences:
             if sequence.nonfinite:
                 log.error("the model's output for a request is not finite; its prefix is dropped")
-                self.kv.discard(_keys(sequence.request), sequence.pages)
+                self.kv.discard(_keys(sequence), sequence.pages)
             self.kv.release(sequence)
             self._admitted.pop(sequence, None)
 
@@ -502,9 +509,9 @@ class RoundScheduler(Scheduler[SearchSequence, SearchBatch]):
         cached.last_hidden = sequence.last_hidden
         cached.placeholder_states = sequence.placeholder_states
         pages = sequence.pages[: self.kv.pages_of(sequence.prefix_length)]
-        self.kv.prefixes.insert(_keys(sequence.request), pages, cached)
+        self.kv.prefixes.insert(_keys(sequence), pages, cached)
 
 
-def _keys(request: Request) -> PrefixKeys:
-    prefix = request.prefix
-    return PrefixKeys(prefix.keys, prefix.shared, salt=prefix.salt)
+def _keys(sequence: SearchSequence) -> PrefixKeys:
+    prefix = sequence.request.prefix
+    return PrefixKeys(prefix.keys, prefix.shared, salt=sequence.client.salt)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from recserve.core.client import Client
 from recserve.core.draft_policy import DraftHealth
 from recserve.core.errors import DeadlineExceeded, EngineStopped
 from recserve.core.finite import NotFinite
@@ -127,7 +128,9 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         """Number of requests in `admitted`."""
 
     @abstractmethod
-    def sequence_of(self, request: Any, future: Future[Any], method: Any, model: str) -> SequenceT:
+    def sequence_of(
+        self, request: Any, future: Future[Any], method: Any, model: str, client: Client
+    ) -> SequenceT:
         """Returns a submitted request. It is safe to call from any thread.
 
         Args:
@@ -135,6 +138,7 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
             future: Receives its result.
             method: Its strategy or drafter.
             model: Name of its model.
+            client: Who sends it.
         """
 
     def draft_health(self) -> dict[str, DraftHealth]:

@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
+from recserve.core.client import Client
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
@@ -173,7 +174,12 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         return len(self.running) + len(self.preempted)
 
     def sequence_of(
-        self, request: TextQuery, future: Future[Completion], method: Drafter, model: str
+        self,
+        request: TextQuery,
+        future: Future[Completion],
+        method: Drafter,
+        model: str,
+        client: Client,
     ) -> TextSequence:
         """As Scheduler."""
         return TextSequence(
@@ -181,7 +187,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             future=future,
             submitted_s=time.monotonic(),
             model=model,
-            context=context_of(request, next(self._ids)),
+            client=client,
+            context=context_of(request, next(self._ids), client.salt),
             drafter=method,
             limit=self.model.config.decoder.max_positions,
         )
@@ -586,7 +593,7 @@ def computed_by_another(text: TextSequence, others: Iterable[TextSequence], page
     rows = text.context.tokens[:-1]
     return any(
         not other.ready
-        and other.request.salt == text.request.salt
+        and other.client.salt == text.client.salt
         and shared_rows(rows, other.context.tokens[:-1], page_size)
         >= other.num_computed + page_size
         for other in others

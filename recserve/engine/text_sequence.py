@@ -82,7 +82,7 @@ class TextSequence(Sequence):
         """Returns the keys of the first tokens, with the name of a drafter that has its own."""
         drafter = self.request.speculation.drafter if self.drafter.reads_states else ""
         keys = np.array(self.context.tokens[:length], dtype=np.int64)
-        return PrefixKeys(keys, drafter=drafter, salt=self.request.salt)
+        return PrefixKeys(keys, drafter=drafter, salt=self.client.salt)
 
     def restore(self, length: int, cached: CachedPrefix | None) -> None:
         """Marks cached tokens as computed. `cached` is what is cached with all of them, if any."""
@@ -202,8 +202,8 @@ class TextSequence(Sequence):
         )
 
 
-def context_of(request: TextQuery, number: int) -> TextContext:
-    """Returns what drafters see of a request. `number` identifies its text."""
+def context_of(request: TextQuery, number: int, salt: bytes = b"") -> TextContext:
+    """Returns what drafters see of a client's request. `number` identifies its text."""
     tokens = request.prompt.tolist()
     return TextContext(
         id=number,
@@ -211,5 +211,5 @@ def context_of(request: TextQuery, number: int) -> TextContext:
         num_prompt=len(tokens),
         params=request.params,
         speculation=request.speculation,
-        salt=request.salt,
+        salt=salt,
     )

@@ -11,14 +11,13 @@ import binascii
 import contextlib
 import hmac
 import os
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
 from ipaddress import IPv6Address, IPv6Network
 
 from starlette.types import Scope
 
-from recserve.core.client import client_scope
+from recserve.core.client import Client
 from recserve.server.context import RequestContext
 from recserve.server.errors import AdminDisabled, Unauthorized
 from recserve.server.transport.quotas import Quotas
@@ -70,8 +69,8 @@ class Access:
         self.sites = sites
         self._salts = keys.salts()
 
-    def admit(self, context: RequestContext) -> AbstractContextManager[None]:
-        """Returns a block in which the engine knows the client of the request.
+    def admit(self, context: RequestContext) -> Client:
+        """Returns the client of a request.
 
         Raises:
             Unauthorized, AdminDisabled, QuotaExceeded, CrossSite: If the request is refused.
@@ -89,8 +88,8 @@ class Access:
             self.quotas.take(given)
         if not context.open:
             self.sites.check(scope["method"], headers)
-        client = given if self.keys else client_address(scope)
-        return client_scope(client, self._salts.get(given, b""))
+        key = given if self.keys else client_address(scope)
+        return Client(key, self._salts.get(given, b""))
 
 
 def client_address(scope: Scope) -> bytes:

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope
 
+from recserve.core.client import Client
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.plugins import request_error
 from recserve.metrics import Metrics, RecentMetrics
@@ -65,7 +66,7 @@ A = TypeVar("A")
 Asked = TypeVar("Asked", bound=RecommendRequest | RankRequest)
 Answered = TypeVar("Answered", bound=RecommendResponse | RankResponse)
 Text = TypeVar("Text", bound=TextRequest)
-BeginTexts = Callable[[Text, str, float, Listener], PendingTexts]
+BeginTexts = Callable[[Text, str, float, Listener, Client], PendingTexts]
 SCOPE_KEY = "recserve.context"
 DEADLINE_HEADER = "x-deadline-ms"
 SURROGATES = "surrogateescape"  # reads bytes of an address that are not UTF-8, for `check_utf8`
@@ -135,10 +136,13 @@ class RequestContext:
         route: The path of the table that it names; None if there is none.
         row: Any row of this path, which decides who may call it; None without a route.
         operation: The row that it asks for; None if its method does nothing here.
+        client: Who sends it. The middleware sets it when it admits the request.
         parameters: Decoded parameters of the path.
         trace: What is logged and counted.
         upload: The request as its connection sees it.
     """
+
+    client: Client
 
     def __init__(
         self,
@@ -205,7 +209,7 @@ class RequestContext:
         """Raises QueueFull if requests that came earlier fill the queue of the engine."""
         if self.upload.num_ahead and self.models:
             with contextlib.suppress(NotReady):  # the handler says so
-                self.service.engine.check_queue(self.models, self.upload.num_ahead)
+                self.service.engine.check_queue(self.models, self.client, self.upload.num_ahead)
 
     def close(self) -> None:
         """Ends the watch over the connection."""
@@ -307,11 +311,14 @@ class RequestContext:
 
     async def from_store(self, function: Callable[..., A], *arguments: Any) -> A:
         """Calls a function that waits for the history store or for the disk, on a thread."""
-        return await on_thread(self.state.threads.changes, partial(function, *arguments))
+        call = partial(function, *arguments)
+        return await on_thread(self.state.threads.changes, call, self.client)
 
     async def compute(self, function: Callable[[], A], large: bool) -> A:
         """Calls a function of a request for items, on a thread if it takes milliseconds."""
-        return await on_thread(self.state.threads.items, function) if large else function()
+        if not large:
+            return function()
+        return await on_thread(self.state.threads.items, function, self.client)
 
     async def prepare(
         self, function: Callable[[], A], deadline_s: float, pool: FairThreads | None
@@ -330,7 +337,7 @@ class RequestContext:
         """
 
         def call() -> A:
-            self.service.engine.check_queue(self.models)
+            self.service.engine.check_queue(self.models, self.client)
             if time.monotonic() > deadline_s:
                 raise DeadlineExceeded(LATE)
             try:
@@ -342,8 +349,9 @@ class RequestContext:
 
         if pool is None:
             return call()
-        self.service.engine.check_queue(self.models)  # a full queue is no reason to wait
-        return await on_thread(pool, call, deadline_s)
+        # A full queue is no reason to wait.
+        self.service.engine.check_queue(self.models, self.client)
+        return await on_thread(pool, call, self.client, deadline_s)
 
     async def submit(
         self,
@@ -353,7 +361,7 @@ class RequestContext:
         deadline_s: float,
     ) -> Pending[Answered]:
         """Prepares a request for items and submits it; arguments and errors as in `ask`."""
-        begin = partial(part.begin, body, request_id, deadline_s)
+        begin = partial(part.begin, body, request_id, deadline_s, self.client)
         return await self.prepare(begin, deadline_s, self._item_threads(body))
 
     def _item_threads(self, body: object) -> FairThreads | None:

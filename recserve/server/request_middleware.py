@@ -61,10 +61,10 @@ class RequestMiddleware:
         try:
             try:
                 context.trace.rename(context.request.headers.get(HEADER))
-                with self.access.admit(context):
-                    context.refuse_on_arrival()
-                    # The router calls OperationRoute.handle: body, handler, response.
-                    await self.app(routed, receive, answer)
+                context.client = self.access.admit(context)
+                context.refuse_on_arrival()
+                # The router calls OperationRoute.handle: body, handler, response.
+                await self.app(routed, receive, answer)
             except (Exception, SystemExit) as raised:
                 error = request_error(raised)  # SystemExit of a plug-in would end the server
                 self._note(context, error)

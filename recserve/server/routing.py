@@ -59,7 +59,7 @@ class Handler:
             answer = await self.function(context, **arguments)
         else:
             call = partial(self.function, context, **arguments)
-            answer = await on_thread(context.state.threads.reports, call)
+            answer = await on_thread(context.state.threads.reports, call, context.client)
         if isinstance(answer, Response):
             return answer
         if answer is None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, TypeVar
 
-from recserve.core.client import current_client
+from recserve.core.client import Client
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.plugins import request_error
 from recserve.engine.request_queue import Places
@@ -38,8 +36,6 @@ class FairThreads:
     threads that other clients leave, and a share of the places in the line of waiting calls. A call
     of a client that has none therefore starts at once, or after one call of each other client.
 
-    A client is that of `recserve.core.client`.
-
     Attributes:
         num_threads: Number of threads.
         share: Share of one client, as in `queue_share`. 1 sets no bound.
@@ -59,21 +55,20 @@ class FairThreads:
         self._waiting: dict[bytes, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._running: dict[bytes, int] = {}
 
-    def submit(self, function: Callable[[], A]) -> Future[A]:
-        """Calls a function on a thread, in the current context, when it is the client's turn.
+    def submit(self, function: Callable[[], A], client: Client) -> Future[A]:
+        """Calls a function on a thread, when it is the client's turn.
 
         Raises:
             QueueFull: If the line is full, or the client has its share of it.
             RuntimeError: If the pool takes no more calls.
         """
-        client, future = current_client(), Future[A]()
-        call = partial(contextvars.copy_context().run, function)
+        key, future = client.key, Future[A]()
         with self._changed:
             if self._closed:
                 raise RuntimeError(CLOSING)
-            self.line.check(client, 1)
-            self.line.take(client)
-            self._waiting.setdefault(client, deque()).append((future, call))
+            self.line.check(key, 1)
+            self.line.take(key)
+            self._waiting.setdefault(key, deque()).append((future, function))
             self._wake()
         return future
 
@@ -184,13 +179,14 @@ class Threads:
 
 
 async def on_thread(
-    pool: FairThreads, function: Callable[[], A], deadline_s: float | None = None
+    pool: FairThreads, function: Callable[[], A], client: Client, deadline_s: float | None = None
 ) -> A:
     """Returns what a function returns on a thread of the pool.
 
     Args:
         pool: The threads.
         function: Called on one of them.
+        client: Who waits for it.
         deadline_s: time.monotonic() value at which a call that still waits is dropped; None waits.
 
     Raises:
@@ -199,7 +195,7 @@ async def on_thread(
         NotReady: If the pool takes no more work.
     """
     try:
-        call = pool.submit(function)
+        call = pool.submit(function, client)
     except (QueueFull, NotReady):
         raise
     except RuntimeError as error:

@@ -20,6 +20,7 @@ from msgspec import structs
 
 from recserve.bounds import MAX_ID_LENGTH, MIN_TIME_US, format_time
 from recserve.bundle.bundle import EVENTS, Bundle
+from recserve.core.client import LOCAL, Client
 from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog import item_key
 from recserve.features.history.history import (
@@ -131,7 +132,9 @@ class Histories:
             log.error("a stored history is damaged: %s", error)
             return replace(EMPTY_HISTORY, degraded=("history_damaged",))
 
-    def add(self, body: EventsRequest, popular: bool = True) -> EventsResponse:
+    def add(
+        self, body: EventsRequest, popular: bool = True, client: Client = LOCAL
+    ) -> EventsResponse:
         """Stores events and corrections, and drops the cached prefixes that they invalidate.
 
         An invalid event does not affect the others. With `warm`, the engine precomputes the new
@@ -140,6 +143,7 @@ class Histories:
         Args:
             body: The events.
             popular: Whether new events count for the list `popular`.
+            client: Who sends them.
 
         Raises:
             StoreUnavailable: If the store does not answer.
@@ -167,7 +171,7 @@ class Histories:
             return answer
         refused = {rejection.index for rejection in answer.rejected}
         users = dict.fromkeys(e.user_id for i, e in enumerate(body.events) if i not in refused)
-        return structs.replace(answer, warmed=self._warm(users))
+        return structs.replace(answer, warmed=self._warm(users, client))
 
     def list_events(self, user_id: str) -> HistoryResponse:
         """Returns a user's events with item ids, type names and timestamps.
@@ -307,7 +311,7 @@ class Histories:
     def _snapshot(self) -> Snapshot:
         return self.catalog.current
 
-    def _warm(self, user_ids: Iterable[str]) -> int:
+    def _warm(self, user_ids: Iterable[str], client: Client) -> int:
         """Precomputes the prefixes of users and returns how many the engine has taken."""
         snapshot = self._snapshot
 
@@ -315,7 +319,7 @@ class Histories:
             for user_id in user_ids:
                 yield user_id, self.read(UserRef(id=user_id), None, snapshot)
 
-        return self.prewarm.warm(histories(), snapshot)
+        return self.prewarm.warm(histories(), snapshot, client)
 
     def _inline(self, item_ids: Sequence[str], snapshot: Snapshot) -> History:
         found = snapshot.history_rows(item_ids)

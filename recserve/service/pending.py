@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.futures import wait_all
 from recserve.core.request import Request, Timing
@@ -86,19 +87,22 @@ class Prepared(Generic[A]):
     finish: Callable[[list[Any]], A]
     late: Late[A] | None = None
 
-    def begin(self, engine: Engine) -> Pending[A]:
+    def submit(self, engine: Engine, client: Client) -> Pending[A]:
         """Submits the queries, all or none. Raises what the engine refuses them with."""
-        return Pending(engine.submit_all(self.queries), self.finish, self.late)
+        return Pending(engine.submit_all(self.queries, client), self.finish, self.late)
 
 
-def begin_prepared(engine: Engine, answers: Sequence[Prepared[A] | Exception]) -> list[Pending[A]]:
+def submit_prepared(
+    engine: Engine, answers: Sequence[Prepared[A] | Exception], client: Client
+) -> list[Pending[A]]:
     """Submits the queries of all answers, or none. An error stays the answer that it is.
 
     Raises:
         Exception: What the engine refuses a query with.
     """
     prepared = [one for one in answers if isinstance(one, Prepared)]
-    futures = iter(engine.submit_all([query for one in prepared for query in one.queries]))
+    queries = [query for one in prepared for query in one.queries]
+    futures = iter(engine.submit_all(queries, client))
     return [
         fail_with(one)
         if isinstance(one, Exception)
@@ -171,7 +175,11 @@ class ItemService(ABC, Generic[B, A]):
         self._engine, self._catalog, self._histories = engine, catalog, histories
 
     def begin(
-        self, body: B, request_id: str | None = None, deadline_s: float | None = None
+        self,
+        body: B,
+        request_id: str | None = None,
+        deadline_s: float | None = None,
+        client: Client = LOCAL,
     ) -> Pending[A]:
         """Starts an answer.
 
@@ -179,12 +187,13 @@ class ItemService(ABC, Generic[B, A]):
             body: The request.
             request_id: Identifies the request; None means the body's own id, or a random one.
             deadline_s: time.monotonic() value of the deadline; None means no deadline.
+            client: Who sends the request.
 
         Raises:
             InvalidRequest: If the body does not match the catalogue or the models.
             QueueFull: If the queue of the engine is full.
         """
-        return self._prepare(body, request_id, deadline_s).begin(self._engine)
+        return self._prepare(body, request_id, deadline_s).submit(self._engine, client)
 
     def begin_late(self, body: B, request_id: str | None = None) -> Pending[A] | None:
         """Starts the answer for a deadline that passed before the request was prepared.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
+from recserve.core.client import Client
 from recserve.core.errors import QueueFull
 from recserve.core.request import PrefixKeys, PrewarmQuery, Request, Result
 from recserve.engine.engine import Engine
@@ -40,13 +41,16 @@ class Prewarm:
         self._under_way: dict[str, list[Future[Result]]] = {}
         self._lock = threading.Lock()
 
-    def warm(self, histories: Iterable[tuple[str, History]], snapshot: Snapshot) -> int:
+    def warm(
+        self, histories: Iterable[tuple[str, History]], snapshot: Snapshot, client: Client
+    ) -> int:
         """Submits prefills for users and cancels their unfinished earlier prefills.
 
         Args:
             histories: User ids with their histories. They are taken one by one, so that none is
                 read in vain.
             snapshot: The catalogue version.
+            client: Who sends the events. Its later requests find the prefixes.
 
         Returns:
             Number of submitted prefills; a full queue ends the submission early.
@@ -56,7 +60,7 @@ class Prewarm:
             self._drop(user_id)
             try:
                 for request in self._requests(user_id, history, snapshot):
-                    self._submit(user_id, request)
+                    self._submit(user_id, request, client)
                     begun += 1
             except (QueueFull, RequestTooLarge):
                 break
@@ -104,8 +108,8 @@ class Prewarm:
             requests.append(PrewarmQuery(prefix, "recommender", until_s))
         return requests
 
-    def _submit(self, user_id: str, request: Request) -> None:
-        future = self.engine.submit(request)
+    def _submit(self, user_id: str, request: Request, client: Client) -> None:
+        future = self.engine.submit(request, client)
         with self._lock:
             self._under_way.setdefault(user_id, []).append(future)
         future.add_done_callback(lambda done: self._forget(user_id, done))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.request import LikelihoodQuery, RankQuery, Request, Scores
 from recserve.engine.engine import Engine
 from recserve.schemas.items import (
@@ -29,9 +30,9 @@ from recserve.service.pending import (
     ItemService,
     Pending,
     Prepared,
-    begin_prepared,
     earlier_deadline,
     numbered,
+    submit_prepared,
 )
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
@@ -74,6 +75,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
         body: RankBatchRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
+        client: Client = LOCAL,
     ) -> list[Pending[RankResponse]]:
         """Starts the rankings of a batch, in order.
 
@@ -99,7 +101,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
                 answers.append(prepared)
             except ValueError as error:
                 answers.append(error)
-        return begin_prepared(self._engine, answers)
+        return submit_prepared(self._engine, answers, client)
 
     def _num_items(self, body: RankRequest) -> int:
         return len(body.candidates)

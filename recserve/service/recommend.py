@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType, structs
 
 from recserve.core.allowed import AllowedItems
+from recserve.core.client import LOCAL, Client
 from recserve.core.diversity import Minimum, first_k, meet_minimums, still_open
 from recserve.core.request import Slate, SlateQuery
 from recserve.engine.engine import Engine
@@ -49,8 +50,8 @@ from recserve.service.pending import (
     Late,
     Pending,
     Prepared,
-    begin_prepared,
     numbered,
+    submit_prepared,
 )
 from recserve.service.prefixes import RecommenderPrefixBuilder
 from recserve.service.snapshot import LISTS, MAX_ABSENT, POPULAR, Snapshot
@@ -119,7 +120,11 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             )
 
     def begin_all(
-        self, bodies: Sequence[RecommendRequest], request_id: str, deadline_s: float | None = None
+        self,
+        bodies: Sequence[RecommendRequest],
+        request_id: str,
+        deadline_s: float | None = None,
+        client: Client = LOCAL,
     ) -> list[Pending[RecommendResponse]]:
         """Starts several recommendations, all or none.
 
@@ -127,17 +132,19 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             bodies: The requests.
             request_id: Identifies the request; each recommendation adds its number.
             deadline_s: time.monotonic() value of the deadline; None means no deadline.
+            client: Who sends the request.
 
         Raises:
             Exception: As in `begin`, for any of the requests.
         """
         self.check_together(bodies)
-        return begin_prepared(
+        return submit_prepared(
             self._engine,
             [
                 self._prepare(body, numbered(request_id, index), deadline_s)
                 for index, body in enumerate(bodies)
             ],
+            client,
         )
 
     def begin_late(

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from recserve.bundle.bundle import EVENTS, Bundle
+from recserve.core.client import LOCAL, Client
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -392,9 +393,17 @@ class Service:
         """Returns the slate that a user sees; see `Effects.show`."""
         return self.effects.show(body.user, answer, self.signer, tracked)
 
-    def store_events(self, body: EventsRequest, tracked: bool = True) -> EventsResponse:
-        """Stores checked events, with their effects. `tracked`: whether they are of users."""
-        stored = self.histories.add(body, popular=tracked)
+    def store_events(
+        self, body: EventsRequest, tracked: bool = True, client: Client = LOCAL
+    ) -> EventsResponse:
+        """Stores checked events of a client, with their effects.
+
+        Args:
+            body: The events.
+            tracked: Whether they are of users.
+            client: Who sends them.
+        """
+        stored = self.histories.add(body, tracked, client)
         return self.effects.attribute(body, stored, self.signer, tracked)
 
     def forget_user(self, user_id: str) -> None:

@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from recserve.core.client import current_salt
 from recserve.core.request import Timing
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
@@ -71,7 +70,6 @@ class TextQuery:
             deadline.
         on_commit: Called on the engine's thread after every step. If it returns True, the text ends
             there, for example because a stop string was found.
-        salt: As in `Prefix`.
         group: Number of times GROUP_COST that the same body costs before this text. Later groups
             give way to the requests of other bodies.
     """
@@ -82,7 +80,6 @@ class TextQuery:
     priority: int = 0
     deadline_s: float | None = None
     on_commit: Callable[[TextCommit], bool] | None = None
-    salt: bytes = field(default_factory=current_salt)
     group: int = 0
 
 

@@ -51,7 +51,7 @@ class TextContext:
             for each token when a drafter is called.
         ranked: [K, W] int64 on the host: tokens that the drafter's heads ranked from `hidden` in
             the step that computed it (see RankedHeads). None if they did not.
-        salt: As in `core.request.Prefix`. What a drafter learns from a sequence serves sequences
+        salt: As in `core.client.Client`. What a drafter learns from a sequence serves sequences
             with the same salt only.
     """
 

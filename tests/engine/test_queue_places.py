@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recserve.core.client import client_scope
+from recserve.core.client import Client
 from recserve.core.errors import QueueFull, TooManyQueries
 from recserve.core.futures import wait_all
 from recserve.core.request import SlateQuery
@@ -57,25 +57,23 @@ def test_places(capacity, share, moves):
 
 def test_a_client_is_told_about_its_share():
     engine = engine_for(shared_model(), max_queue=8)
-    with client_scope(b"one"):
-        engine.submit_all([text()] * 4)
+    one, two, three = map(Client, CLIENTS[1:])
+    engine.submit_all([text()] * 4, one)
+    for refused in (lambda: engine.submit(text(), one), lambda: engine.check_queue(["text"], one)):
         with pytest.raises(QueueFull, match=r"4 requests of this client .* 4 of 8 .*queue_share"):
-            engine.submit(text())
-        with pytest.raises(TooManyQueries, match=r"needs 5 places .* at most 4 .*max_queue 8"):
-            engine.submit_all([text()] * 5)
-    with client_scope(b"two"):
-        engine.submit_all([text()] * 2)
-    with client_scope(b"three"):
-        engine.submit(text())
+            refused()
+    with pytest.raises(TooManyQueries, match=r"needs 5 places .* at most 4 .*max_queue 8"):
+        engine.submit_all([text()] * 5, one)
+    engine.submit_all([text()] * 2, two)
+    engine.submit(text(), three)
     engine.submit(text())
     with pytest.raises(QueueFull, match="8 requests wait for this model; .* 8 places"):
         engine.submit(text())
     while engine.step():
         pass
-    with client_scope(b"one"):
-        engine.submit_all([prompt_query([1, 2, 3], 1), text(), prompt_query([4], mean=True)])
-        with pytest.raises(QueueFull, match="3 requests of this client"):
-            engine.submit_all([prompt_query([5], 1), text()])
+    engine.submit_all([prompt_query([1, 2, 3], 1), text(), prompt_query([4], mean=True)], one)
+    with pytest.raises(QueueFull, match="3 requests of this client"):
+        engine.submit_all([prompt_query([5], 1), text()], one)
     assert len(engine.queue) == 3
 
 

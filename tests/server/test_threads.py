@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from recserve.core.client import client_scope
+from recserve.core.client import LOCAL, Client
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.plugins import PluginExit
 from recserve.server.errors import NotReady
@@ -24,8 +24,7 @@ class Tasks:
     def submit(self, client, number=0):
         name = client, number
         self.ends[name] = threading.Event()
-        with client_scope(client):
-            return self.pool.submit(lambda: self._run(name))
+        return self.pool.submit(lambda: self._run(name), Client(client))
 
     def _run(self, name):
         with self._changed:
@@ -125,13 +124,15 @@ def test_a_late_call_is_dropped_and_a_running_one_is_not(tasks_of):
         await loop.run_in_executor(None, tasks.wait_for, 1)
         ran = []
         with pytest.raises(DeadlineExceeded, match="before the request was prepared"):
-            await on_thread(tasks.pool, lambda: ran.append(1), time.monotonic() + 0.01)
-        own = asyncio.create_task(on_thread(tasks.pool, lambda: "done", time.monotonic() + 60))
+            await on_thread(tasks.pool, lambda: ran.append(1), LOCAL, time.monotonic() + 0.01)
+        done = on_thread(tasks.pool, lambda: "done", LOCAL, time.monotonic() + 60)
+        own = asyncio.create_task(done)
         tasks.end_all()
         assert await own == "done" and not ran
         await running
         end = threading.Event()
-        late = asyncio.create_task(on_thread(tasks.pool, end.wait, time.monotonic() + 0.05))
+        ends = on_thread(tasks.pool, end.wait, LOCAL, time.monotonic() + 0.05)
+        late = asyncio.create_task(ends)
         await asyncio.sleep(0.2)
         end.set()
         assert await late is True
@@ -149,15 +150,15 @@ def test_a_closed_pool_is_a_server_that_is_not_ready(tasks_of):
         return "done"
 
     async def close() -> None:
-        running = asyncio.create_task(on_thread(pool, work))
+        running = asyncio.create_task(on_thread(pool, work, LOCAL))
         await asyncio.to_thread(begun.wait, 20)
-        queued = asyncio.create_task(on_thread(pool, work))
+        queued = asyncio.create_task(on_thread(pool, work, LOCAL))
         await asyncio.sleep(0)
         pool.shutdown()
         with pytest.raises(NotReady, match="the server is closing"):
             await queued
         with pytest.raises(NotReady, match="the server is closing"):
-            await on_thread(pool, work)
+            await on_thread(pool, work, LOCAL)
         go_on.set()
         assert await running == "done"
 
@@ -175,11 +176,11 @@ def test_an_error_of_the_work_stays_what_it_is_and_a_cancelled_task_is_cancelled
 
     async def run() -> None:
         with pytest.raises(RuntimeError, match="of its own") as raised:
-            await on_thread(pool, fail)
+            await on_thread(pool, fail, LOCAL)
         assert not isinstance(raised.value, NotReady)
         with pytest.raises(PluginExit, match="leave"):
-            await on_thread(pool, leave)
-        task = asyncio.create_task(on_thread(pool, lambda: go_on.wait(20)))
+            await on_thread(pool, leave, LOCAL)
+        task = asyncio.create_task(on_thread(pool, lambda: go_on.wait(20), LOCAL))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

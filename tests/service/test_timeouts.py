@@ -24,9 +24,9 @@ def deadlines(monkeypatch):
     """Deadlines of the queries that reach the engine."""
     found, submit = [], Engine.submit_all
 
-    def watch(engine, queries):
+    def watch(engine, queries, client):
         found.extend(query.deadline_s for query in queries)
-        return submit(engine, queries)
+        return submit(engine, queries, client)
 
     monkeypatch.setattr(Engine, "submit_all", watch)
     return found

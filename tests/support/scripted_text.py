@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.errors import DeadlineExceeded, QueueFull
 from recserve.core.request import Timing
 from recserve.drafters.medusa.drafter import MedusaDrafter
@@ -76,11 +77,13 @@ class ScriptedEngine:
         self.stalled_s = 0.0
         self.stopped_by: BaseException | None = None
 
-    def check_queue(self, models: Sequence[str], num_ahead: int = 0) -> None:
+    def check_queue(self, models: Sequence[str], client: Client, num_ahead: int = 0) -> None:
         if self.full:
             raise QueueFull("the queue is full", 2.5)
 
-    def submit_all(self, requests: Sequence[TextQuery]) -> list[Future[Completion]]:
+    def submit_all(
+        self, requests: Sequence[TextQuery], client: Client = LOCAL
+    ) -> list[Future[Completion]]:
         if self.full:
             raise QueueFull("the queue is full", 2.5)
         self.requests += requests

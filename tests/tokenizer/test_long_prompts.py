@@ -217,7 +217,7 @@ def test_a_document_that_is_cut_may_be_of_any_length(server, calls, monkeypatch)
     monkeypatch.setattr("recserve.service.text.text_scores.RERANK_SYSTEM_PROMPT", "Judge.")
     monkeypatch.setattr("recserve.service.text.text_scores.INSTRUCTION", "Search.")
     sent = []
-    monkeypatch.setattr(engine, "submit_all", lambda requests: sent.extend(requests) or 1 / 0)
+    monkeypatch.setattr(engine, "submit_all", lambda queries, client: sent.extend(queries) or 1 / 0)
     asked = {"query": "q", "documents": [TOO_LONG], "max_tokens_per_doc": 5}
     assert server.post("/v1/rerank", json=asked).status_code == 500
     (x,) = server.app.state.lifecycle.service.text.model.tokenizer.encode_literal("x")

@@ -68,7 +68,7 @@ async def write_texts(
             pieces.put(piece)
 
     try:
-        call = partial(begin, body, trace.request_id, deadline_s, listen)
+        call = partial(begin, body, trace.request_id, deadline_s, listen, context.client)
         work = await context.prepare(call, deadline_s, context.state.threads.text)
     except Exception as error:
         on_end(error, 0)

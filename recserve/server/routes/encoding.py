@@ -23,10 +23,10 @@ from recserve.server.threads import on_thread
 async def embeddings(context: RequestContext, body: EmbeddingsRequest) -> EmbeddingsResponse:
     """Answers with a vector per text, which is made on a thread."""
     deadline_s = context.deadline_s(body.timeout_ms)
-    begin = partial(context.service.text.embeddings.begin, body, deadline_s)
+    begin = partial(context.service.text.embeddings.begin, body, deadline_s, context.client)
     work = await context.prepare(begin, deadline_s, context.state.threads.text)
     await context.wait(work.futures, deadline_s)
-    return await on_thread(context.state.threads.text, work.wait, deadline_s)
+    return await on_thread(context.state.threads.text, work.wait, context.client, deadline_s)
 
 
 @handles(Api.tokenize)

@@ -17,7 +17,8 @@ from recserve.server.routing import handles
 @handles(Api.add_events)
 async def add_events(context: RequestContext, body: EventsRequest) -> EventsResponse:
     """Stores events, and logs the outcomes of slates."""
-    return await context.from_store(context.service.store_events, body, not context.untracked)
+    tracked, client = not context.untracked, context.client
+    return await context.from_store(context.service.store_events, body, tracked, client)
 
 
 @handles(Api.event_types)

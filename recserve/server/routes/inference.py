@@ -156,8 +156,8 @@ def _is_long(body: InferRequest) -> bool:
 async def _slates(context: RequestContext, body: InferRequest) -> Answered:
     requests = await context.compute(partial(slate_requests, body), _is_long(body))
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
-    service, request_id = context.service, context.trace.request_id
-    submit = partial(service.recommender.begin_all, requests, request_id, deadline_s)
+    service, request_id, client = context.service, context.trace.request_id, context.client
+    submit = partial(service.recommender.begin_all, requests, request_id, deadline_s, client)
     found = await context.answer_all(service.recommender, requests, submit, deadline_s)
     answers = [context.record(outcome) for outcome in found]
     tracked = not context.untracked
@@ -172,8 +172,8 @@ async def _rankings(context: RequestContext, body: InferRequest) -> Answered:
     requests, candidates = await context.compute(read, _is_long(body))
     deadline_s = context.deadline_s(body.parameters.least_timeout_ms)
     batch = RankBatchRequest(requests=requests)
-    ranker = context.service.ranker
-    submit = partial(ranker.begin_each, batch, context.trace.request_id, deadline_s)
+    ranker, request_id = context.service.ranker, context.trace.request_id
+    submit = partial(ranker.begin_each, batch, request_id, deadline_s, context.client)
     found = await context.answer_all(ranker, requests, submit, deadline_s)
     answers: list[RankResponse] = [context.record(one) for one in found]
     write = partial(ranking_tensors, requests, answers, candidates)

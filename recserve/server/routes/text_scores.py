@@ -38,14 +38,16 @@ async def generative_scoring(
 ) -> GenerativeScoringResponse:
     """Answers with probabilities of label tokens."""
     deadline_s, name = context.deadline_s(body.timeout_ms), context.trace.request_id
-    begin = context.service.text.scores.begin_scoring
-    return await _answer(context, deadline_s, partial(begin, body, name, deadline_s))
+    scores = context.service.text.scores
+    begin = partial(scores.begin_scoring, body, name, deadline_s, context.client)
+    return await _answer(context, deadline_s, begin)
 
 
 async def _rerank(context: RequestContext, body: RerankRequest, version: str) -> RerankResponse:
     deadline_s, name = context.deadline_s(body.timeout_ms), context.trace.request_id
-    begin = context.service.text.scores.begin_rerank
-    return await _answer(context, deadline_s, partial(begin, body, version, name, deadline_s))
+    scores = context.service.text.scores
+    begin = partial(scores.begin_rerank, body, version, name, deadline_s, context.client)
+    return await _answer(context, deadline_s, begin)
 
 
 async def _answer(context: RequestContext, deadline_s: float, begin: Callable[[], Pending[A]]) -> A:

@@ -9,6 +9,7 @@ from importlib.metadata import version as installed
 
 import numpy as np
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.request import PromptScores
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.service.pending import Stopwatch
@@ -47,6 +48,7 @@ class TextService:
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
+        client: Client = LOCAL,
     ) -> PendingTexts:
         """Starts the texts of a completion request.
 
@@ -55,6 +57,7 @@ class TextService:
             request_id: Last part of the response's id; None generates one.
             deadline_s: time.monotonic() value after which the texts are useless; None means never.
             listener: Called with every piece, on the engine's thread.
+            client: Who sends the request.
 
         Raises:
             InvalidRequest: If a field is out of range; ContextExceeded is one of them.
@@ -72,7 +75,7 @@ class TextService:
         if body.scores_prompt:
             scoring = prompt_queries(body, plan.prompts, self.model.device, deadline_s)
         watch.features_done()
-        submitted = self.engine.submit_all([*scoring, *queries])
+        submitted = self.engine.submit_all([*scoring, *queries], client)
         texts = submitted[len(scoring) :] if queries else [_empty_text() for _ in streams]
 
         def add_scores(results: list[PromptScores]) -> None:
@@ -89,6 +92,7 @@ class TextService:
         request_id: str | None = None,
         deadline_s: float | None = None,
         listener: Listener | None = None,
+        client: Client = LOCAL,
     ) -> PendingTexts:
         """Starts the responses to a chat. Arguments and errors as in `begin_completion`."""
         watch = Stopwatch()
@@ -97,7 +101,7 @@ class TextService:
         streams = self._streams(plan, body.min_tokens, listener, [""])
         queries = _queries(body, plan, streams, deadline_s)
         watch.features_done()
-        texts = self.engine.submit_all(queries)
+        texts = self.engine.submit_all(queries, client)
         return PendingTexts(body, plan, shape, self._head(shape, request_id), watch, streams, texts)
 
     def _streams(

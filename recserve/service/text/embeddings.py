@@ -9,6 +9,7 @@ import base64
 
 import numpy as np
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.request import PromptQuery, PromptScores
 from recserve.schemas.encoding import (
     MAX_INPUTS,
@@ -46,13 +47,17 @@ class Embeddings:
         self.model = model
 
     def begin(
-        self, body: EmbeddingsRequest, deadline_s: float | None = None
+        self,
+        body: EmbeddingsRequest,
+        deadline_s: float | None = None,
+        client: Client = LOCAL,
     ) -> Pending[EmbeddingsResponse]:
         """Starts the vectors of a request's inputs.
 
         Args:
             body: The request.
             deadline_s: time.monotonic() value after which they are useless; None means never.
+            client: Who sends the request.
 
         Raises:
             InvalidRequest: If a field is out of range.
@@ -85,7 +90,7 @@ class Embeddings:
             usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
             return EmbeddingsResponse(data=data, model=self.model.name, usage=usage)
 
-        return Pending(self.engine.submit_all(queries), finish)
+        return Pending(self.engine.submit_all(queries, client), finish)
 
     def tokenize(self, body: TokenizeRequest, deadline_s: float | None = None) -> TokenizeResponse:
         """Returns the tokens of a text or of a chat's prompt. Raises as `begin`.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from recserve.core.client import Client
 from recserve.service.errors import ContextExceeded, UnknownModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.verifiers.registry import verifiers
@@ -18,7 +19,7 @@ from recserve.tokenizer.tokenizer import TextTokenizer
 class TextEngine(Protocol):
     """The part of the engine that the text service needs; `engine.Engine` implements it."""
 
-    def submit_all(self, requests: Sequence[Any]) -> list[Future[Any]]:
+    def submit_all(self, requests: Sequence[Any], client: Client) -> list[Future[Any]]:
         """Queues a TextQuery, TextScoreQuery or PromptQuery for each part of a body, all or none.
 
         Returns:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from recserve.core.client import LOCAL, Client
 from recserve.core.request import GROUP_TOKENS, Prefix, Scores, TextScoreQuery
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import InvalidRequest
@@ -79,6 +80,7 @@ class TextScores:
         body: GenerativeScoringRequest,
         request_id: str | None = None,
         deadline_s: float | None = None,
+        client: Client = LOCAL,
     ) -> Pending[GenerativeScoringResponse]:
         """Starts the scores of items.
 
@@ -86,6 +88,7 @@ class TextScores:
             body: The request.
             request_id: Last part of the response's id; None generates one.
             deadline_s: time.monotonic() value after which the scores are useless; None means never.
+            client: Who sends the request.
 
         Raises:
             InvalidRequest: If a field is out of range.
@@ -118,7 +121,14 @@ class TextScores:
         # vLLM writes one token after each item, and counts it.
         labels = tuple(body.label_token_ids)
         return self._begin(
-            ("query", "items"), query, items, labels, deadline_s, respond, len(body.items)
+            ("query", "items"),
+            query,
+            items,
+            labels,
+            deadline_s,
+            client,
+            respond,
+            len(body.items),
         )
 
     def begin_rerank(
@@ -127,6 +137,7 @@ class TextScores:
         version: str,
         request_id: str | None = None,
         deadline_s: float | None = None,
+        client: Client = LOCAL,
     ) -> Pending[RerankResponse]:
         """Starts the relevance scores of documents; see `begin_scoring` for the other arguments.
 
@@ -175,6 +186,7 @@ class TextScores:
             encode_documents(),
             question.labels,
             deadline_s,
+            client,
             respond,
         )
 
@@ -185,6 +197,7 @@ class TextScores:
         encoded: Iterable[list[int]],
         labels: tuple[int, ...],
         deadline_s: float | None,
+        client: Client,
         respond: Callable[[np.ndarray, Usage], A],
         counted: int = 0,
     ) -> Pending[A]:
@@ -200,6 +213,7 @@ class TextScores:
                 does not fit refuses the others before they cost anything.
             labels: K tokens to score after each branch.
             deadline_s: time.monotonic() value after which the scores are useless; None means never.
+            client: Who sends the request.
             respond: Makes the response from log-probabilities [M, K] and the usage.
             counted: Tokens that the usage counts as written.
         """
@@ -233,7 +247,7 @@ class TextScores:
             values = np.concatenate([r.values for r in results]).astype(np.float64)
             return respond(values[which], usage)
 
-        return Pending(self.engine.submit_all(requests), finish)
+        return Pending(self.engine.submit_all(requests, client), finish)
 
     def _question(self, body: RerankRequest, deadline_s: float | None) -> Question:
         """Builds the prompt around a document.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.core.client import LOCAL
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.request import Prefix, PromptQuery
 from recserve.engine import request_queue
@@ -334,7 +335,7 @@ def test_no_pages_are_taken_that_are_too_few(model):
     free, running = scheduler.kv.num_available, len(scheduler.running)
     (last,) = scheduler.running[-1:]
     early, late = (
-        scheduler.sequence_of(text(np.arange(9), 1, g), None, None, "text") for g in (0, 9)
+        scheduler.sequence_of(text(np.arange(9), 1, g), None, None, "text", LOCAL) for g in (0, 9)
     )
     assert not scheduler.free_pages(31, early) and not scheduler.free_pages(free + 1, late)
     assert not scheduler.free_pages(free, early)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from recserve.core.client import Client
 from recserve.engine.text_scheduler import TextLimits, shared_rows
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
@@ -69,6 +70,16 @@ def test_another_prompt_with_the_same_beginning_waits_for_its_pages(model):
     assert rows == [29 + 1 + 6 + 1, (29 - 20) + 1 + 1 + 1, 3, 3, 1]
     assert futures[1].result(0).timing.prefix_cached == 20
     assert_no_leak(engine)
+
+
+def test_nobody_waits_for_the_prompt_of_another_salt(model):
+    """The wait would tell that another client's prompt begins like one's own."""
+    engine = engine_for(model)
+    rows, query = counting(engine), TextQuery(LONG, SamplingParams(max_tokens=1))
+    futures = [engine.submit(query, Client(salt=salt)) for salt in (b"", b"a", b"b", b"a")]
+    written(engine, futures)
+    assert rows == [3 * (29 + 1), 1]
+    assert [f.result(0).timing.prefix_cached for f in futures] == [0, 0, 0, 29]
 
 
 def test_in_chunks_pages_are_shared_as_they_come(model):

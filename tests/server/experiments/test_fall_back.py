@@ -40,8 +40,8 @@ def fault(monkeypatch):
     real = RecommendService.begin
 
     def install(kind):
-        def begin(self, body, request_id, deadline_s):
-            work = real(self, body, request_id, deadline_s)
+        def begin(self, body, request_id, deadline_s, client):
+            work = real(self, body, request_id, deadline_s, client)
             if body.strategy != "nezha":
                 return work
             if kind == "fail":

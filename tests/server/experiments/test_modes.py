@@ -49,12 +49,12 @@ def failing(monkeypatch, strategy, late=False):
     def refuse(_):
         raise error
 
-    def begin(self, body, request_id, deadline_s):
+    def begin(self, body, request_id, deadline_s, client):
         if body.strategy != strategy:
-            return real(self, body, request_id, deadline_s)
+            return real(self, body, request_id, deadline_s, client)
         if not late:
             raise error
-        return replace(real(self, body, request_id, deadline_s), finish=refuse)
+        return replace(real(self, body, request_id, deadline_s, client), finish=refuse)
 
     with monkeypatch.context() as patch:
         patch.setattr(RecommendService, "begin", begin)
@@ -85,8 +85,8 @@ def test_paired_answers_as_the_control_and_measures_both(tmp_path, monkeypatch):
 def test_a_treatment_that_hangs_does_not_take_the_control_along(tmp_path, monkeypatch):
     real = RecommendService.begin
 
-    def begin(self, body, request_id, deadline_s):
-        work = real(self, body, request_id, deadline_s)
+    def begin(self, body, request_id, deadline_s, client):
+        work = real(self, body, request_id, deadline_s, client)
         return replace(work, futures=[Future()]) if body.strategy == "nezha" else work
 
     with server(tmp_path, "paired") as client:
@@ -104,8 +104,8 @@ def test_interleaved_without_the_treatment_is_the_slate_of_the_control(tmp_path,
     """Also if the treatment hangs until the deadline; it is then an error of the arm."""
     real = RecommendService.begin
 
-    def begin(self, body, request_id, deadline_s):
-        work = real(self, body, request_id, deadline_s)
+    def begin(self, body, request_id, deadline_s, client):
+        work = real(self, body, request_id, deadline_s, client)
         return replace(work, futures=[Future()]) if body.strategy == "nezha" else work
 
     with server(tmp_path, "interleaved") as client:

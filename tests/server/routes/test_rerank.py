@@ -76,7 +76,9 @@ def test_many_items_are_several_groups_and_the_same_scores(server, network, monk
     submitted = []
     engine = server.app.state.lifecycle.service.engine
     submit_all = engine.submit_all
-    monkeypatch.setattr(engine, "submit_all", lambda rs: submitted.extend(rs) or submit_all(rs))
+    monkeypatch.setattr(
+        engine, "submit_all", lambda rs, client: submitted.extend(rs) or submit_all(rs, client)
+    )
     many = server.post("/generative_scoring", json=body).json()["data"]
     assert len(submitted) == 9
     np.testing.assert_allclose([d["scores"] for d in one], [d["scores"] for d in many], rtol=1e-3)

@@ -29,7 +29,7 @@ def finding(service, rows, monkeypatch, exact=True):
     """The engine finds these rows and no others, whatever it is asked."""
     slate = Slate(np.array(rows, np.int64), np.zeros(len(rows), np.float32), exact, 2)
 
-    def submit_all(queries):
+    def submit_all(queries, client):
         futures = [Future() for _ in queries]
         for future in futures:
             future.set_result(slate)

@@ -49,9 +49,9 @@ def submitted(service, monkeypatch):
     engine, found = service.engine, []
     submit = engine.submit
 
-    def noted(request):
+    def noted(request, client):
         found.append(request)
-        return submit(request)
+        return submit(request, client)
 
     monkeypatch.setattr(engine, "submit", noted)
     return found

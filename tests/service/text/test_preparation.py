@@ -27,7 +27,7 @@ SHORT, LONG = "short", "x" * (CONTEXT + 1)
 class Refusing:
     """An engine that no request of these tests may reach."""
 
-    def submit_all(self, requests):
+    def submit_all(self, requests, client):
         raise AssertionError("a request was submitted")
 
 

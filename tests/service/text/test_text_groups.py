@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self) -> None:
         self.requests: list[TextQuery] = []
 
-    def submit_all(self, requests):
+    def submit_all(self, requests, client):
         self.requests += requests
         return [Future() for _ in requests]
 
