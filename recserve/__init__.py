@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RankResponse,
         RecommendRequest,
         RecommendResponse,
+        SimilarRequest,
         UserRef,
     )
     from recserve.service import Service, ServiceOptions
@@ -55,6 +56,7 @@ __all__ = [
     "RecommendResponse",
     "Service",
     "ServiceOptions",
+    "SimilarRequest",
     "UserRef",
     "__version__",
     "build_bundle",
@@ -80,6 +82,7 @@ _HOMES = {
     "RecommendResponse": "recserve.schemas.items",
     "Service": "recserve.service",
     "ServiceOptions": "recserve.service",
+    "SimilarRequest": "recserve.schemas.items",
     "UserRef": "recserve.schemas.items",
     "build_bundle": "recserve.bundle.building",
     "build_engine": "recserve.engine.build",

@@ -74,12 +74,13 @@ class SlateRecipe:
         from recserve.schemas.items import InvalidRequest
         from recserve.service import Service
         from recserve.service.fields import check_fields
+        from recserve.service.similar import SIMILARITIES
         from recserve.service.snapshot import LISTS
 
         torch.set_num_threads(self.threads)
         with Service.open(self.bundle, self.store, self.device) as service:
             engine, strategy = service.engine, self.defaults.strategy
-            there = ("auto", *engine.selectable, *LISTS)
+            there = ("auto", *engine.selectable, *LISTS, *SIMILARITIES)
             if strategy not in there:
                 listed = ", ".join(there)
                 raise WrongOption(f"strategy is {strategy!r}; expected one of {listed}")

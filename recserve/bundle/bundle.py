@@ -43,6 +43,7 @@ QUANTIZER, TEXT = "quantizer", "text"
 ITEM_GRAPH = "item_graph.safetensors"  # in recommender/
 MODELS = ("recommender", "retriever", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha", "drafters/speculative")
+SIMILAR_ITEMS = "similar"
 CATALOG_FILES = (CATALOG, VECTORS)
 QUANTIZER_FILES = ("config.json", "quantizer.safetensors")
 TEXT_FILES = (f"{TEXT}/terms.json", f"{TEXT}/text.safetensors")
@@ -57,14 +58,17 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "retriever": ("recommender",),
     "drafters/nezha": ("recommender",),
     "drafters/speculative": ("recommender",),
+    SIMILAR_ITEMS: ("weight",),
 }
 # Files without which a section is of no use.
 FILES: Mapping[str, tuple[str, ...]] = {
     "build": (*CATALOG_FILES, EVENTS, *(f"{QUANTIZER}/{name}" for name in QUANTIZER_FILES)),
     **{name: tuple(f"{name}/{file}" for file in MODEL_FILES) for name in (*MODELS, *DRAFTERS)},
     "ranker": tuple(f"ranker/{file}" for file in (*MODEL_FILES, *RANKING_FILES)),
+    SIMILAR_ITEMS: (f"{SIMILAR_ITEMS}/history_bonus.safetensors",),
 }
 MAX_DENSE_WEIGHT = 100
+MAX_SIMILAR_WEIGHT = 100
 MAX_DIM = 4096  # of a part of an item vector
 MAX_COLLABORATIVE_WEIGHT = 100
 MAX_SEED = 2**31 - 1 - 64
@@ -454,7 +458,7 @@ class Bundle:
             section: `build` hashes every file; the name of a model or drafter hashes its folder.
             values: Contents of the section.
         """
-        known = ("build", *MODELS, *DRAFTERS)
+        known = ("build", *MODELS, *DRAFTERS, SIMILAR_ITEMS)
         if section not in known:
             raise ValueError(f"section is {section!r}; expected one of {', '.join(known)}")
         files = {
@@ -611,6 +615,7 @@ CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
         "seed": _whole(0, 2**63 - 1),
     },
     **{name: {"recommender": _digest_of_weights} for name in ("retriever", *DRAFTERS)},
+    SIMILAR_ITEMS: {"weight": _number(0, MAX_SIMILAR_WEIGHT)},
 }
 
 

@@ -113,7 +113,8 @@ def evaluate(
         str,
         typer.Option(
             help="A strategy, auto or all; dense_head, exhaustive; sasrec, popularity, "
-            "popularity_week, item_knn, transitions_2, transitions_3."
+            "popularity_week, item_knn, transitions_2, transitions_3; similar, similar_vectors, "
+            "similar_links."
         ),
     ] = "auto",
     baselines: Annotated[
@@ -148,6 +149,10 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Evaluate so many users, drawn at random with seed 0."),
     ] = None,
+    session_minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="Only held-out events so many minutes after the one before."),
+    ] = None,
     device: DeviceFlag = "auto",
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the metrics to this file.")
@@ -165,6 +170,8 @@ def evaluate(
     With --strategy all, compare the strategies. With --card, compare with baselines in detail.
     """
     cutoffs = numbers(k, "--k")
+    if strategy == "all" and session_minutes is not None:
+        raise typer.BadParameter("--session-minutes has no effect with --strategy all")
     if strategy == "all" and (baselines or card or time_split):
         flag = "--baselines" if baselines else "--card" if card else "--time-split"
         raise typer.BadParameter(f"{flag} needs one strategy; --strategy all compares several")
@@ -210,6 +217,7 @@ def evaluate(
         dense_weight=dense_weight,
         users=users,
         device=place,
+        session_s=None if session_minutes is None else 60 * session_minutes,
     )
     past: TimeSplit | None = None
     with ExitStack() as stack:

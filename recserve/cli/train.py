@@ -156,6 +156,15 @@ def retriever(
 
 
 @app.command()
+def similar(bundle: BundleFlag) -> None:
+    """Link items that follow each other, and choose the weight of the links for similar items."""
+    from recserve.bundle.bundle import Bundle
+    from recserve.training.similar import train_similar
+
+    typer.echo(str(train_similar(Bundle.open(bundle))))
+
+
+@app.command()
 def sasrec(
     bundle: BundleFlag,
     ids_only: Annotated[

@@ -25,10 +25,18 @@ from recserve.evaluation.intervals import MEAN_METHOD, Range, mean_interval
 from recserve.evaluation.slates import dense_slates, sasrec_slates
 from recserve.evaluation.untrained import UNTRAINED, SlateMaker, TrainingData
 from recserve.features.catalog.catalog import Catalog
+from recserve.features.catalog.versions import first_version
 from recserve.features.tables.events import EventLog
 from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.search.strategy import strategy_classes
 from recserve.service.auto_strategy import AutoSetting, read_auto
+from recserve.service.similar import (
+    BY_LINKS,
+    NO_LINKS,
+    SIMILARITIES,
+    ItemSimilarity,
+    best_items,
+)
 
 Ints = NDArray[np.int64]
 COLUMNS = ("kept", "filtered")
@@ -159,6 +167,7 @@ class EvaluationOptions:
             - `popularity`: the most frequent items of the training events.
             - `popularity_week`: the same of the week before the held-out event.
             - `item_knn`: items that the same users had.
+            - `similar`, `similar_vectors`, `similar_links`: items that are similar to the last one.
             - `transitions_2`, `transitions_3`: an untrained graph of transitions, two or three
               hops deep.
         k: Cut-offs of the metrics, each between 1 and `width`.
@@ -167,6 +176,7 @@ class EvaluationOptions:
         users: Size of a sample that is drawn with a fixed seed; None evaluates all users.
         device: Where the model runs.
         since: Time from which a held-out event is evaluated, as in the events; None evaluates all.
+        session_s: Longest time between a held-out event and the one before it; None evaluates all.
 
     Raises:
         ValueError: If a strategy is unknown or a cut-off is out of range.
@@ -180,9 +190,13 @@ class EvaluationOptions:
     users: int | None = None
     device: torch.device | str = "cpu"
     since: int | None = None
+    session_s: float | None = None
 
     def __post_init__(self) -> None:
-        strategies = ("auto", *strategy_classes(), EXHAUSTIVE, "dense_head", *BASELINES)
+        strategies = (
+            *("auto", *strategy_classes(), EXHAUSTIVE, "dense_head"),
+            *(*SIMILARITIES, *BASELINES),
+        )
         if self.strategy not in strategies:
             raise ValueError(f"strategy is {self.strategy!r}; choose one of {strategies}")
         if not self.k or min(self.k) < 1 or max(self.k) > self.width:
@@ -213,7 +227,7 @@ class EvaluationData:
 
         Raises:
             ValueError: If no user has three events, or none has a held-out event since
-                `options.since`.
+                `options.since` or within `options.session_s`.
         """
         catalog, events = bundle.catalog(), bundle.events()
         cases = leave_one_out_cases(events, options.split)
@@ -222,6 +236,8 @@ class EvaluationData:
             if not late.size:
                 raise ValueError("no user has a held-out event after the time of the split")
             cases = cases.take(late)
+        if options.session_s is not None:
+            cases = _in_session(events, cases, options.session_s)
         if options.users is not None:
             cases = cases.sample(options.users)
         train = events.leave_one_out().train
@@ -247,6 +263,8 @@ def evaluate_bundle(bundle: Bundle, options: EvaluationOptions | None = None) ->
         ValueError: If the events do not have what a baseline needs.
     """
     options = options or EvaluationOptions()
+    if options.strategy in SIMILARITIES:
+        return evaluate_similar(bundle, EvaluationData.open(bundle, options), options)
     name = options.strategy if options.strategy in BASELINES else "recommender"
     if name not in UNTRAINED and not bundle.has(name):
         raise BundleError(f"{bundle.root}: no {name} was trained; run `recserve train {name}`")
@@ -333,6 +351,56 @@ def evaluate_untrained(name: str, data: EvaluationData, options: EvaluationOptio
     began = time.monotonic()
     slates = UNTRAINED[name].build(data.training)
     return _evaluate(name, name, 0.0, slates, data, options, began)
+
+
+def evaluate_similar(
+    bundle: Bundle, data: EvaluationData, options: EvaluationOptions
+) -> Evaluation:
+    """Evaluates the items that are similar to the last one of each history.
+
+    Raises:
+        BundleError: If the bundle has no links, and `similar_links` is evaluated.
+    """
+    began = time.monotonic()
+    similarity = ItemSimilarity.open(bundle, data.catalog.vectors)
+    if similarity.links is None and options.strategy == BY_LINKS:
+        raise BundleError(f"{bundle.root}: {NO_LINKS}")
+    slates = similar_slates(data.catalog, similarity, options.strategy, data.cases, max(options.k))
+    return _evaluate("similar", options.strategy, 0.0, slates, data, options, began)
+
+
+def similar_slates(
+    catalog: Catalog, similarity: ItemSimilarity, strategy: str, cases: Cases, k: int
+) -> Callable[[Ints, bool], Ints]:
+    """Returns what makes [n, k] rows of the items that are similar to the last item of n cases.
+
+    The last item is never among them, and the whole history is not if seen items are filtered.
+    """
+    version = first_version(catalog, {})
+
+    def slates(which: Ints, filtered: bool) -> Ints:
+        found = np.full((len(which), k), -1, dtype=np.int64)
+        for place, case in enumerate(which.tolist()):
+            history = cases.history(case)
+            scores = similarity.scores(strategy, history[-1:], version)
+            allowed = np.ones(len(catalog), dtype=bool)
+            allowed[history if filtered else history[-1:]] = False
+            rows = best_items(scores, allowed, (), k).rows
+            found[place, : rows.size] = rows
+        return found
+
+    return slates
+
+
+def _in_session(events: EventLog, cases: Cases, session_s: float) -> Cases:
+    """Returns the cases whose held-out event follows within a time. Raises ValueError."""
+    if not events.has_timestamps:
+        raise ValueError("the events have positions and no timestamps, so there are no sessions")
+    gaps = events.times[cases.stops] - events.times[cases.stops - 1]
+    near = np.flatnonzero(gaps <= session_s * 1e6)
+    if not near.size:
+        raise ValueError(f"no held-out event follows another one within {session_s:g} s")
+    return cases.take(near)
 
 
 def evaluate_sasrec(model: SasRec, data: EvaluationData, options: EvaluationOptions) -> Evaluation:

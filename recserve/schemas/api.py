@@ -227,6 +227,12 @@ class Api:
     ) -> m.RecommendResponse:
         """Returns the k best items for a user or a history."""
 
+    @operation("POST /v1/similar")
+    def similar(
+        self, body: m.SimilarRequest, deadline_s: float | None = None
+    ) -> m.RecommendResponse:
+        """Returns the items that are most similar to given ones."""
+
     @operation("POST /v1/rank", queue=RANKER, errors=HISTORY)
     def rank(self, body: m.RankRequest, deadline_s: float | None = None) -> m.RankResponse:
         """Returns the given candidates, best first."""

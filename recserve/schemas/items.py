@@ -33,6 +33,7 @@ MAX_TIMEOUT_MS = 60_000
 MAX_OUTCOMES = 64
 MAX_WINDOW_S = 10 * 365 * 86_400
 MAX_FIELDS = 32
+MAX_SIMILAR = 64
 MAX_CAPS = 8
 MAX_QUOTAS = 8
 # Values of fields in one answer: items times fields.
@@ -226,6 +227,48 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False
+
+
+class ExcludedItems(StrictStruct, frozen=True, kw_only=True):
+    """Items that the response must not contain."""
+
+    item_ids: Annotated[list[Id], Meta(max_length=MAX_EXCLUDED)] = []
+
+
+class SimilarRequest(StrictStruct, frozen=True, kw_only=True):
+    """POST /v1/similar: the items that are most similar to one item, or to several.
+
+    Attributes:
+        item_ids: The items. They are not in the response.
+        by: `vectors` compares item vectors, `links` counts which items followed in training, and
+            `both` adds the links with the weight that validation chose.
+        diversity: Caps on similar items, and quotas.
+        fields: Columns that the response has for each item, as in RecommendRequest.
+    """
+
+    item_ids: Annotated[list[Id], Meta(min_length=1, max_length=MAX_SIMILAR)]
+    k: Annotated[int, Meta(ge=1, le=MAX_K)] = 10
+    by: Literal["both", "vectors", "links"] = "both"
+    exclude: ExcludedItems = msgspec.field(default_factory=ExcludedItems)
+    filter: dict[str, Any] | None = None
+    diversity: Diversity | None = None
+    fields: FieldNames = []
+    timeout_ms: TimeoutMs | None = None
+    request_id: RequestId | None = None
+
+    def as_recommend(self) -> RecommendRequest:
+        """Returns the same request to POST /v1/recommend."""
+        return RecommendRequest(
+            history=self.item_ids,
+            k=self.k,
+            strategy="similar" if self.by == "both" else f"similar_{self.by}",
+            exclude=Exclusions(item_ids=self.exclude.item_ids),
+            filter=self.filter,
+            diversity=self.diversity,
+            fields=self.fields,
+            timeout_ms=self.timeout_ms,
+            request_id=self.request_id,
+        )
 
 
 class Candidate(StrictStruct, frozen=True, kw_only=True, gc=False):

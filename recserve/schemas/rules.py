@@ -153,7 +153,7 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
         min_temperature: Least temperature above 0.
     """
     components["Filter"] = FILTER
-    for name in ("RecommendRequest", "Quota"):
+    for name in ("RecommendRequest", "SimilarRequest", "Quota"):
         fields = components[name]["properties"]
         fields["filter"] = {"anyOf": [FILTER_REF, NULL], "default": None}
     for name, patterns in RULES.items():

@@ -46,6 +46,7 @@ from recserve.server.transport.site_check import OriginCheck
 from recserve.service import Service
 from recserve.service.effects import Effects
 from recserve.service.rank import SCORERS
+from recserve.service.similar import SIMILARITIES
 from recserve.service.snapshot import LISTS
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
 
     telemetry = Telemetry.open(config)
     # All registered names, so that dashboards have the same series for every bundle.
-    strategies = (*strategy_classes(), *LISTS, *SCORERS)
+    strategies = (*strategy_classes(), *LISTS, *SIMILARITIES, *SCORERS)
     metrics = Metrics(
         strategies,
         REASONS,

@@ -16,6 +16,7 @@ from recserve.core.plugins import request_error
 from recserve.engine.request_queue import Places
 from recserve.schemas.items import RankBatchRequest, RankRequest, RecommendRequest
 from recserve.server.errors import NotReady
+from recserve.service.similar import SIMILARITIES
 
 A = TypeVar("A")
 # From these sizes on, a request is prepared and answered on a thread: it takes milliseconds.
@@ -240,7 +241,8 @@ def is_large(body: object) -> bool:
             continue
         # Quotas read filters, and the first cap on a column reads all items.
         rules = one.diversity is not None and (one.diversity.quotas or one.diversity.caps)
-        if one.filter is not None or rules or one.k > LARGE_K:
+        compared = one.strategy in SIMILARITIES  # with all items
+        if one.filter is not None or rules or compared or one.k > LARGE_K:
             return True
         ids += len(one.exclude.item_ids)
         values += one.k * len(one.fields)

@@ -54,17 +54,26 @@ from recserve.service.pending import (
     submit_prepared,
 )
 from recserve.service.prefixes import RecommenderPrefixBuilder
+from recserve.service.similar import (
+    BOTH,
+    BY_LINKS,
+    NO_LINKS,
+    SIMILARITIES,
+    ItemSimilarity,
+    best_items,
+)
 from recserve.service.snapshot import LISTS, MAX_ABSENT, POPULAR, Snapshot
 
 log = logging.getLogger(__name__)
 DEFAULT_BEAM_WIDTH = 50
+WITHOUT_MODEL = (*LISTS, *SIMILARITIES)
 DEADLINE_PASSED = "deadline_passed"
 # A list is built and sent in the last part of a request's time: 10 ms, or a fifth of less than 50.
 LATE_S, LATE_SHARE = 0.01, 0.2
 
 
 class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
-    """Recommends items with the recommender, or from a list: `popular` or `latest`.
+    """Recommends items with the recommender, by similarity, or from a list: `popular`, `latest`.
 
     An empty history gets the popular items too, and they fill what the model leaves empty. So does
     a request of `auto` while no recommender is trained.
@@ -89,6 +98,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         dense_weight: float,
         outcomes: tuple[str, ...],
         auto: Mapping[str, AutoSetting],
+        similarity: ItemSimilarity,
     ) -> None:
         """Connects the parts that a recommend request needs.
 
@@ -100,6 +110,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             dense_weight: Weight of the dense head for requests that do not set one.
             outcomes: Names of the outcomes that the retriever was trained on.
             auto: What validation chose for `auto`, by column; empty without a calibration.
+            similarity: Similarities of the items.
         """
         super().__init__(engine, catalog, histories)
         self.prefixes = prefixes
@@ -110,13 +121,14 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self.illegal_items = 0
         self.log_probs = False
         self._envelope = envelope
+        self._similarity = similarity
 
     def check_model(self) -> None:
         """Raises UnknownModel if the bundle holds no recommender."""
         if self.prefixes is None:
             raise UnknownModel(
                 "this bundle holds no recommender; train one with recserve train recommender "
-                f"--bundle BUNDLE, or ask for strategy {' or '.join(LISTS)}"
+                f"--bundle BUNDLE, or ask for strategy {', '.join(LISTS)} or {BOTH}"
             )
 
     def begin_all(
@@ -196,6 +208,10 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                     strategy = BEAM
             return self._respond(builder, results, plan, strategy)
 
+        if plan.strategy in SIMILARITIES and history.rows.size:
+            slates = self._similar_items(builder, plan.strategy)
+            call.watch.features_done()
+            return Prepared((), lambda _: self._respond(builder, slates, plan, plan.strategy))
         if from_list or not history.rows.size:
             if not from_list:
                 builder.degraded.append("cold_start")
@@ -233,6 +249,21 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         call.watch.features_done()
         return Prepared(queries, finish, late)
 
+    def _similar_items(self, builder: SlateBuilder, strategy: str) -> list[Slate]:
+        """Returns the items that are most similar to the history, then those of each quota."""
+        snapshot = builder.snapshot
+        scores = self._similarity.scores(strategy, builder.history.rows, snapshot.items)
+        allowed = np.ones(snapshot.num_items, dtype=bool)
+        if builder.allowed is not None:
+            allowed = builder.allowed.mask()
+        allowed[snapshot.hidden] = False
+        allowed[builder.excluded] = False
+        slates = [best_items(scores, allowed, builder.caps, builder.body.k)]
+        for quota in builder.quotas:
+            among = allowed & quota.items.mask()
+            slates.append(best_items(scores, among, builder.caps, quota.count))
+        return slates
+
     def _respond_late(self, builder: SlateBuilder, plan: SlatePlan) -> RecommendResponse:
         """Returns the list that `on_deadline` names, for a search that has missed the deadline."""
         builder.list_name = builder.body.on_deadline
@@ -247,7 +278,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             UnknownModel: If the request names a strategy of a recommender, and there is none.
         """
         untrained = body.strategy == AUTO and self.prefixes is None
-        if not untrained and body.strategy not in LISTS:
+        if not untrained and body.strategy not in WITHOUT_MODEL:
             self.check_model()
         width = max(DEFAULT_BEAM_WIDTH, body.k) if body.beam_width is None else body.beam_width
         if width < body.k:
@@ -278,9 +309,11 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             # `beam` stands for the exact strategy, which may draft.
             other = chosen.strategy if chosen and chosen.strategy != BEAM else None
             return self.chooser.choose(width, deadline_s, other)
-        if name not in there and name not in LISTS:
+        similar = SIMILARITIES if self._similarity.links is not None else SIMILARITIES[:-1]
+        if name not in there and name not in LISTS and name not in similar:
             lacking = {known: cls.missing for known, cls in strategy_classes().items()}
-            raise not_offered("strategy", name, (AUTO, *there, *LISTS), lacking)
+            lacking[BY_LINKS] = NO_LINKS
+            raise not_offered("strategy", name, (AUTO, *there, *LISTS, *similar), lacking)
         return name, False
 
     def auto_setting(self, body: RecommendRequest) -> AutoSetting | None:
@@ -313,7 +346,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         """Returns weights [O] in the retriever's order; None means the retriever's own mix."""
         if weights is None:
             return None
-        if strategy in LISTS or not strategy_classes()[strategy].outcome:
+        if strategy in WITHOUT_MODEL or not strategy_classes()[strategy].outcome:
             reads = _outcome_strategy()
             raise InvalidRequest("outcome", f"only strategy {reads!r} uses it, got {strategy!r}")
         unknown = sorted(set(weights) - set(self.outcomes))
@@ -323,7 +356,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         return np.array([weights.get(name, 0.0) for name in self.outcomes])
 
     def _dense_weight(self, weight: float | None, strategy: str) -> float:
-        if weight and (strategy in LISTS or strategy_classes()[strategy].dense_weight == "refused"):
+        own = strategy in WITHOUT_MODEL or strategy_classes()[strategy].dense_weight == "refused"
+        if weight and own:
             raise InvalidRequest(
                 "dense_weight", f"strategy {strategy!r} does not use it; expected 0, got {weight}"
             )
@@ -335,6 +369,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
 
     def _used_weight(self, plan: SlatePlan) -> float | UnsetType:
         """Returns the weight of the dense head in the scores of a slate, if it has one."""
+        if plan.strategy in SIMILARITIES:
+            return UNSET
         assert self.prefixes is not None
         used = strategy_classes()[plan.strategy].dense_weight == "used"
         return plan.dense_weight if used and self.prefixes.config.dense_head else UNSET

@@ -53,6 +53,7 @@ from recserve.schemas.items import (
     RecommendResponse,
     RollbackRequest,
     RollbackResponse,
+    SimilarRequest,
 )
 from recserve.schemas.shorthand import AnyId, check_body, check_id
 from recserve.service.attribution import Envelope, Signer
@@ -76,6 +77,7 @@ from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuil
 from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
 from recserve.service.recommend import RecommendService
+from recserve.service.similar import ItemSimilarity
 from recserve.service.snapshot import POPULAR, Snapshot
 from recserve.service.text.completions import TextService
 from recserve.service.text.loader import LoadedText
@@ -216,6 +218,7 @@ class Service:
                 dense_weight=bundle.manifest.dense_weight,
                 outcomes=() if retriever is None else retriever.config.outcomes,
                 auto=read_auto(bundle.manifest.recommender),
+                similarity=ItemSimilarity.open(bundle, snapshot.catalog.vectors),
             )
             ranker = None
             if scorers := _make_scorers(networks, item_prefixes, ranker_prefixes):
@@ -353,6 +356,10 @@ class Service:
         deadline_s = earlier_deadline(checked.timeout_ms)
         answer = self.recommender.begin(checked, deadline_s=deadline_s).wait()
         return self.show(checked, answer)
+
+    def similar(self, body: SimilarRequest | Fields) -> RecommendResponse:
+        """Returns the items that are most similar to given ones. Raises as `recommend`."""
+        return self.recommend(check_body(body, SimilarRequest).as_recommend())
 
     def rank(self, body: RankRequest | Fields) -> RankResponse:
         """Returns a ranking. The body is an object or its fields. Raises as `recommend`."""

@@ -54,6 +54,7 @@ SCORING = scoring.GenerativeScoringRequest(query="q", items=["a"], label_token_i
 RERANK = scoring.RerankRequest(query="q", documents=["a", scoring.Document(text="b")])
 ARGUMENTS = {
     "recommend": (RECOMMEND,),
+    "similar": (items.SimilarRequest(item_ids=["x"], k=3, by="vectors"),),
     "rank": (RANK,),
     "rank_batch": (items.RankBatchRequest(requests=[RANK]),),
     "add_events": (events.EventsRequest(events=[EVENT], warm=True),),

@@ -233,6 +233,7 @@ BODIES = {
         items.Exclusions,
         items.Diversity,
         items.ColumnCap,
+        items.SimilarRequest,
         items.RankRequest,
         items.Candidate,
         items.ItemInput,

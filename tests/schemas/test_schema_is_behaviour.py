@@ -113,6 +113,10 @@ def check_item_request(body: items.RecommendRequest | items.RankRequest) -> None
             raise items.InvalidRequest("exclude.seen_within_s", "expected seen = true with it")
 
 
+def check_similar(body: items.SimilarRequest) -> None:
+    check_item_request(body.as_recommend())
+
+
 def check_scoring(body: scoring.GenerativeScoringRequest) -> None:
     body.check()
     if "" in body.items:
@@ -144,6 +148,7 @@ CHECKS: dict[type[msgspec.Struct], Callable[[Any], object]] = {
     encoding.TokenizeRequest: check_tokenize,
     encoding.DetokenizeRequest: id,
     items.RecommendRequest: check_item_request,
+    items.SimilarRequest: check_similar,
     items.RankRequest: check_item_request,
     items.ItemsRequest: id,
     items.RollbackRequest: id,

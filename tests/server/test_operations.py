@@ -192,6 +192,7 @@ RANKING = {"history": HISTORY, "candidates": [{"item_id": "item000009"}]}
 TENSOR = {"name": "history", "shape": [1, 1], "datatype": "BYTES", "data": ["item000003"]}
 BODIES = {
     "recommend": {"history": HISTORY, "k": 3},
+    "similar": {"item_ids": HISTORY, "k": 3},
     "rank": RANKING,
     "rank_batch": {"requests": [RANKING, RANKING]},
     "infer": {"inputs": [TENSOR]},

@@ -63,6 +63,7 @@ def slates() -> dict[str, RecommendRequest]:
         "ruled": RecommendRequest(
             history=HISTORY, strategy="beam", diversity=RULES, on_deadline="popular"
         ),
+        "similar": RecommendRequest(history=HISTORY, strategy="similar", k=9),
         "unknown": RecommendRequest(history=[*HISTORY, "nothing"], strategy="nezha"),
     }
     for name in STRATEGIES:

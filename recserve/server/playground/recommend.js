@@ -125,8 +125,8 @@ export const recommend = {
   async start(app) {
     const model = app.models.find((one) => one.recserve.strategies);
     const names = model.recserve.strategies;
-    options(byId("strategy"), ["auto", ...names]);
-    options(byId("compare"), [["", "nothing"], ...names]);
+    options(byId("strategy"), ["auto", ...names, "similar"]);
+    options(byId("compare"), [["", "nothing"], ...names, "similar"]);
     pool = (await users("", 50)).users;
     suggestions(byId("user-list"), pool.map((id) => [id, ""]));
     byId("user").value ||= pool[0] || "";

@@ -22,6 +22,7 @@ TENSOR = {"name": "history", "shape": [1, 1], "datatype": "BYTES", "data": [ITEM
 # Valid bodies. All their fields are spoilt, and those of objects inside them.
 BODIES = {
     "recommend": {"history": [ITEM], "exclude": {}, "diversity": {}},
+    "similar": {"item_ids": [ITEM], "exclude": {}, "diversity": {}},
     "rank": RANKING,
     "rank_batch": {"requests": [RANKING]},
     "infer": {"inputs": [TENSOR], "parameters": {}},
@@ -39,7 +40,7 @@ BODIES = {
 }
 # Clients of OpenAI, vLLM and Jina know 400.
 KNOW_400 = ("complete", "chat", "rerank", "generative_scoring", "embeddings")
-IN_PYTHON = ("recommend", "rank", "add_events", "put_items", "rollback_items")
+IN_PYTHON = ("recommend", "similar", "rank", "add_events", "put_items", "rollback_items")
 SHORT_FORMS = ("user", "candidates")  # of Python, which takes more there
 
 

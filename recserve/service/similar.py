@@ -1,0 +1,130 @@
+"""How similar the items of a catalogue are: by vectors, by links, or by both.
+
+    similar_vectors(q, i) = cosine of the item vectors of q and i
+    similar_links(q, i)   = link(q, i): how often training users had i at most three events after q
+    similar(q, i)         = similar_vectors(q, i) + weight * similar_links(q, i)
+
+Several items q count with their mean. `recserve train similar` makes the links and chooses the
+weight. Without it the weight is 0. All items are compared, so the order is exact.
+
+The links are those of the history bonus (models/history_bonus.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recserve.bundle.bundle import SIMILAR_ITEMS, Bundle
+from recserve.core.diversity import Cap, first_k
+from recserve.core.request import Slate
+from recserve.features.catalog.versions import SCAN_GROWTH, CatalogVersion
+from recserve.models.history_bonus import HistoryBonus, load_history_bonus
+
+BOTH, BY_VECTORS, BY_LINKS = SIMILARITIES = ("similar", "similar_vectors", "similar_links")
+MAX_ITEMS = 64  # the latest items of a history that count
+NO_LINKS = "this bundle has no links between items; recserve train similar --bundle BUNDLE"
+
+
+@dataclass(frozen=True, eq=False)
+class ItemSimilarity:
+    """Similarities of the items of a bundle and of its later versions.
+
+    Attributes:
+        vectors: [I, F] float32 item vectors of the bundle.
+        scales: [I] float32, 1 / length of each vector; 0 for a vector of zeros.
+        links: Links between the bundle's items; None without any.
+        weight: Weight of the links.
+    """
+
+    vectors: np.ndarray
+    scales: np.ndarray
+    links: HistoryBonus | None = None
+    weight: float = 0.0
+
+    @staticmethod
+    def of(
+        vectors: np.ndarray, links: HistoryBonus | None = None, weight: float = 0.0
+    ) -> ItemSimilarity:
+        """Returns the similarities of items with these vectors."""
+        return ItemSimilarity(vectors, _scales(vectors), links, weight)
+
+    @staticmethod
+    def open(bundle: Bundle, vectors: np.ndarray) -> ItemSimilarity:
+        """Reads links and weight of a bundle. Raises ValueError if they are damaged."""
+        if not bundle.has(SIMILAR_ITEMS):
+            return ItemSimilarity.of(vectors)
+        links = load_history_bonus(bundle.directory(SIMILAR_ITEMS), len(vectors))
+        weight = float(bundle.manifest.sections[SIMILAR_ITEMS].get("weight", 0.0))
+        return ItemSimilarity.of(vectors, links, weight)
+
+    def scores(self, strategy: str, rows: np.ndarray, items: CatalogVersion) -> np.ndarray:
+        """Returns [num_rows] float32 similarities to the latest MAX_ITEMS of some items.
+
+        An item without a link has the similarity -inf under `similar_links`.
+
+        Args:
+            strategy: One of SIMILARITIES.
+            rows: [n] item rows, n at least 1, oldest first. A repeated item counts once.
+            items: The catalogue version.
+        """
+        rows = np.unique(rows[-MAX_ITEMS:])
+        linked = np.zeros(items.num_rows, np.float32)
+        if strategy != BY_VECTORS and self.links is not None:
+            linked = self._linked(rows, items)
+        if strategy == BY_LINKS:
+            return np.where(linked > 0, linked, -np.inf).astype(np.float32)
+        chosen = np.asarray(items.vectors[rows], np.float32)
+        query = (chosen * _scales(chosen)[:, None]).mean(axis=0)
+        tail = items.tail.vectors.view(items.num_tail)
+        near = np.concatenate(
+            [(self.vectors @ query) * self.scales, (tail @ query) * _scales(tail)]
+        )
+        if strategy == BOTH and self.weight:
+            near += np.float32(self.weight) * linked
+        return near
+
+    def _linked(self, rows: np.ndarray, items: CatalogVersion) -> np.ndarray:
+        """Returns [num_rows] float32 the mean of the links from items; later rows inherit them."""
+        assert self.links is not None
+        sums = np.zeros(len(self.vectors))
+        for row in rows.tolist():
+            trained = items.trained_row(row)
+            if trained >= 0:
+                place = slice(*self.links.offsets[trained : trained + 2].tolist())
+                sums[self.links.rows[place]] += self.links.links[place]
+        later = items.trained_rows
+        tail = np.where(later >= 0, sums[np.maximum(later, 0)], 0.0)
+        return (np.concatenate([sums, tail]) / len(rows)).astype(np.float32)
+
+
+def best_items(scores: np.ndarray, allowed: np.ndarray, caps: Sequence[Cap], k: int) -> Slate:
+    """Returns the k allowed items with the best scores under the caps, equals in row order.
+
+    Args:
+        scores: [num_rows] float32; -inf leaves an item out.
+        allowed: [num_rows] bool.
+        caps: The caps.
+        k: Most items.
+    """
+    rows = np.flatnonzero(allowed & (scores > -np.inf))
+    values = scores[rows]
+    looked_at = k
+    while True:
+        head = np.arange(rows.size)
+        if looked_at < rows.size:
+            least = np.partition(values, rows.size - looked_at)[rows.size - looked_at]
+            head = np.flatnonzero(values >= least)
+        head = head[np.lexsort((rows[head], -values[head]))]
+        chosen = head[first_k(rows[head], caps, k)]
+        if chosen.size == k or head.size == rows.size:
+            return Slate(rows[chosen], values[chosen], exact=True, rounds=0)
+        looked_at *= SCAN_GROWTH
+
+
+def _scales(vectors: np.ndarray) -> np.ndarray:
+    """Returns [n] float32, 1 / length of each vector [n, F]; 0 for a vector of zeros."""
+    lengths = np.linalg.norm(vectors, axis=1)
+    return np.asarray(np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0))
