@@ -69,10 +69,10 @@ class PartRunner(Protocol):
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What determines the output besides the input, as far as it is known before `begin`."""
+        """What determines the output besides the input, as far as it is known before `open`."""
         ...
 
-    def begin(self, lock: int) -> Mapping[str, object]:
+    def open(self, lock: int) -> Mapping[str, object]:
         """Starts the runner.
 
         Args:
@@ -247,7 +247,7 @@ def run(
         count.judge()
         if not folder.whole:
             try:
-                folder.claim(runner.begin(folder.lock))
+                folder.claim(runner.open(folder.lock))
                 count.start()
                 left = [
                     partition

@@ -68,7 +68,7 @@ class LocalWorkers:
         """What determines the output besides the input, known before the models are open."""
         return self.recipe.facts()
 
-    def begin(self, lock: int) -> Mapping[str, object]:
+    def open(self, lock: int) -> Mapping[str, object]:
         """Starts the first process and returns what its models are.
 
         The others start afterwards, because the first one may fill an empty history store.

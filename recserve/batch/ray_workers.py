@@ -69,7 +69,7 @@ class RayWorkers:
         """What determines the output besides the input, known before the models are open."""
         return self.recipe.facts()
 
-    def begin(self, lock: int) -> Mapping[str, object]:
+    def open(self, lock: int) -> Mapping[str, object]:
         """Connects to the cluster, starts the first actor and returns what its models are.
 
         Raises:

@@ -88,7 +88,7 @@ class EventStream(Response):
         self.first: Piece | None = None
         self.error: Exception | None = None
 
-    async def begin(self) -> EventStream:
+    async def wait_for_first(self) -> EventStream:
         """Waits for the first piece. Raises the error if the text fails before it."""
         try:
             self.first = await self.pieces.next()

@@ -136,7 +136,7 @@ def test_a_worker_that_says_nothing_and_lives_fails_the_job(recipe, monkeypatch)
     monkeypatch.setattr(processes, "END_WAIT_S", 0.0)
     workers = LocalWorkers(recipe)
     with pytest.raises(WorkerFailed, match="says nothing any more.*run the same command again"):
-        workers.begin(lock=1)
+        workers.open(lock=1)
     workers.close()
 
 

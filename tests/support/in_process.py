@@ -30,7 +30,7 @@ class InProcess:
         """What determines the output besides the input."""
         return self.task.facts
 
-    def begin(self, lock: int) -> Mapping[str, object]:
+    def open(self, lock: int) -> Mapping[str, object]:
         """Returns the same as `facts`: the models are open already."""
         return self.task.facts
 

@@ -90,7 +90,8 @@ async def write_texts(
         on_end(error, usage.completion_tokens)
 
     if body.stream:
-        return await EventStream(context, work, pieces, deadline_s, end).begin()
+        stream = EventStream(context, work, pieces, deadline_s, end)
+        return await stream.wait_for_first()
     try:
         await context.wait(work.futures, deadline_s)
         answer = work.wait()

@@ -161,7 +161,7 @@ class Connection(HttpToolsProtocol):
         self._upload.last = False
         self._part = RequestPart.HEADERS
         self._begun = True
-        self._header_count.begin()
+        self._header_count.reset()
         self._upload, self._next = self._next, Upload()
         cast(dict[str, Any], self.scope)[UPLOAD_KEY] = self._upload
 

@@ -18,7 +18,7 @@ class HeaderCount:
         self._num_bytes = 0
         self._num_unreported = 0
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Resets the counts for a new request."""
         self._num_headers = self._num_bytes = self._num_unreported = 0
 
