@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -21,7 +21,8 @@ from typing import NamedTuple
 from benchmarks.campaign.linearizability import NEVER, Call, first_unexplained
 
 HIDDEN = ""  # the state of an item that no answer shows
-MAX_LINES = 500  # that are tried to find where epochs ended
+MAX_LINES = 200  # that are tried to find where epochs ended
+NUM_LIKELY = 8  # ends of an epoch that are tried before those of others
 
 # Kinds of violations.
 POSITION = "two writes at one position"
@@ -52,7 +53,7 @@ class Version(NamedTuple):
         return cls(bundle, int(epoch or 0), int(number or 0))
 
     def __str__(self) -> str:
-        return f"{self.bundle}.{self.epoch}.{self.number}"
+        return f"{self.bundle}.{self.epoch}.{self.number}" if self.number else self.bundle
 
 
 class Result(Enum):
@@ -172,9 +173,11 @@ def check_history(
     report = Report()
     operations = [*operations, *(_as_read(one, operations) for one in ends)]
     epochs = sorted({one.version.epoch for one in operations if one.version is not None})
-    line = _find_line(operations, initial, [], epochs, [MAX_LINES])
-    for kind, text in line.violations:
-        report.add(kind, text)
+    lines = _find_lines(operations, initial, [], epochs, [MAX_LINES])
+    for each in lines:
+        for kind, text in each.violations:
+            report.add(kind, text)
+    line = lines[-1] if lines else _Line(operations, initial, [])
     report.epochs = list(line.parts)
     report.unasked = line.num_unasked
     report.lost = [
@@ -204,64 +207,75 @@ def _as_read(end: End, operations: Sequence[Operation]) -> Operation:
     )
 
 
-def _find_line(
+def _find_lines(
     operations: Sequence[Operation],
     initial: Mapping[str, str],
-    parts: Sequence[tuple[int, float]],
+    lines: Sequence[_Line],
     epochs: Sequence[int],
     left: list[int],
-) -> _Line:
-    """Returns the line of the last epoch.
+) -> list[_Line]:
+    """Returns the line of each epoch.
 
-    An epoch takes over the entries of the one before up to a number that no answer tells. Numbers
-    are tried from the largest down, until one leaves no violation in this epoch and in later ones.
-    Otherwise the result is the line with the fewest violations.
+    An epoch takes over the entries of an earlier one, nearly always of the last, up to a number.
+    No answer tells them. Epochs are tried from the last one on and numbers from the largest down,
+    until nothing is left unexplained. Otherwise the result leaves the least.
 
     Args:
         operations: All operations.
         initial: The value of each item before them.
-        parts: Epochs before, each with its last number that counts.
+        lines: Lines of the epochs before.
         epochs: The other epochs, in order.
         left: One number: how many lines may be tried.
     """
     if not epochs:
-        return _Line(operations, initial, parts)
-    best: _Line | None = None
-    best_key = (True, math.inf)
-    for number in _ends_of_epoch(operations, parts, epochs[0]):
-        before = [(epoch, min(last, number)) for epoch, last in parts]
-        line = _Line(operations, initial, [*before, (epochs[0], math.inf)])
+        return [*lines]
+    best: list[_Line] = []
+    poor: list[_Line] = []
+    for parts in _beginnings(operations, lines, epochs[0]):
+        line = _Line(operations, initial, [*parts, (epochs[0], math.inf)])
         left[0] -= 1
-        if epochs[1:] and (not line.violations or left[0] <= 0):
-            line = _find_line(operations, initial, line.parts, epochs[1:], left)
-        whole = len(line.parts) == len(parts) + len(epochs)
-        key = (not whole, len(line.violations))
-        if key < best_key:
-            best, best_key = line, key
-        if (whole and not line.violations) or left[0] <= 0:
+        if line.cost:
+            poor.append(line)
+        else:
+            found = _find_lines(operations, initial, [*lines, line], epochs[1:], left)
+            if not best or _cost(found) < _cost(best):
+                best = found
+        if left[0] <= 0 or (best and not _cost(best)):
             break
-    assert best is not None
-    if len(best.parts) < len(parts) + len(epochs):
-        return _find_line(operations, initial, best.parts, epochs[1:], left)
+    if not best:
+        line = min(poor, key=lambda one: one.cost)
+        best = _find_lines(operations, initial, [*lines, line], epochs[1:], left)
     return best
 
 
-def _ends_of_epoch(
-    operations: Sequence[Operation], parts: Sequence[tuple[int, float]], epoch: int
-) -> list[float]:
-    """Returns the numbers at which the epochs before may have ended, the largest first."""
-    if not parts:
-        return [math.inf]
-    earlier, bound, numbers = dict(parts), math.inf, {0}
-    for one in operations:
-        if one.version is None:
-            continue
-        number = one.version.number
-        if one.version.epoch == epoch:  # a replica that has not read all of it may name any number
-            bound = min(bound, number - 1) if one.changes else bound
-        elif one.version.epoch in earlier:
+def _cost(lines: Iterable[_Line]) -> int:
+    return sum(line.cost for line in lines)
+
+
+def _beginnings(
+    operations: Sequence[Operation], lines: Sequence[_Line], epoch: int
+) -> Iterator[list[tuple[int, float]]]:
+    """Yields what an epoch may have taken over from an earlier one, the most likely first."""
+    if not lines:
+        yield []
+    # A replica that has not read all of the log may name any number, but a change has the next one.
+    own = [
+        one.version.number - 1
+        for one in operations
+        if one.changes and one.version is not None and one.version.epoch == epoch
+    ]
+    likely: list[list[tuple[int, float]]] = []
+    others: list[list[tuple[int, float]]] = []
+    for line in reversed(lines):
+        numbers = {0}
+        for number, _ in line.answered:
             numbers |= {number, max(0, number - 1)}
-    return sorted({min(number, bound) for number in numbers}, reverse=True)
+        chosen = sorted({min([number, *own]) for number in numbers}, reverse=True)
+        for place, number in enumerate(chosen):
+            parts = [(before, min(last, number)) for before, last in line.parts]
+            (likely if place < NUM_LIKELY else others).append(parts)
+    yield from likely
+    yield from others
 
 
 class _Line:
@@ -291,7 +305,7 @@ class _Line:
         return version is not None and version.number <= self._last.get(version.epoch, -1)
 
     @cached_property
-    def _answered(self) -> list[tuple[int, Operation]]:
+    def answered(self) -> list[tuple[int, Operation]]:
         """Operations whose version is in this line, by number; the write of a number first."""
         found = [
             (one.version.number, one)
@@ -302,12 +316,12 @@ class _Line:
 
     @cached_property
     def _writes(self) -> list[tuple[int, Operation]]:
-        return [(number, one) for number, one in self._answered if one.changes]
+        return [(number, one) for number, one in self.answered if one.changes]
 
     @cached_property
     def _unknown(self) -> list[tuple[int, Operation]]:
         """Writes without an answer, each with the first number that it can have."""
-        by_end = sorted((one.ended, number) for number, one in self._answered)
+        by_end = sorted((one.ended, number) for number, one in self.answered)
         ends, highest = [end for end, _ in by_end], [0]
         for _, number in by_end:
             highest.append(max(highest[-1], number))
@@ -321,13 +335,18 @@ class _Line:
     def _gaps(self) -> list[int]:
         """Numbers that no acknowledged write has."""
         taken = {number for number, _ in self._writes}
-        last = self._answered[-1][0] if self._answered else 0
+        last = self.answered[-1][0] if self.answered else 0
         return [number for number in range(1, last + 1) if number not in taken]
 
     @property
     def num_unasked(self) -> int:
         """Number of entries that no operation explains."""
         return max(0, len(self._gaps) - len(self._unknown)) if self.parts else 0
+
+    @property
+    def cost(self) -> int:
+        """How much this line leaves unexplained."""
+        return len(self.violations) + self.num_unasked
 
     def _has_gap(self, after: int, last: int) -> bool:
         """Whether a write without an answer can stand behind `after` and not behind `last`."""
@@ -343,7 +362,7 @@ class _Line:
             if number == other:
                 self._add(POSITION, f"{number}: {one}; {two}")
         latest: Operation | None = None
-        for _, one in self._answered:
+        for _, one in self.answered:
             if latest is not None and one.ended < latest.began:
                 self._add(ORDER if one.changes else FUTURE, f"{one}; {latest}")
             if one.changes and (latest is None or one.began > latest.began):
@@ -351,7 +370,7 @@ class _Line:
 
     def _check_minimum(self) -> None:
         """An answer is not older than the request allows, and a write comes after what it names."""
-        for number, one in self._answered:
+        for number, one in self.answered:
             least = one.at_least
             if least is not None and least in self and number < least.number + one.changes:
                 self._add(STALE, str(one))
@@ -361,7 +380,7 @@ class _Line:
     def _check_states(self) -> None:
         """Every read sees what the writes up to its version make."""
         touched: dict[str, list[tuple[int, Operation]]] = defaultdict(list)
-        for number, one in self._answered:
+        for number, one in self.answered:
             for item in self.initial if one.restores else (*one.writes, *one.seen):
                 touched[item].append((number, one))
         unknown: dict[str, list[tuple[int, Operation]]] = defaultdict(list)

@@ -8,6 +8,7 @@ from benchmarks.campaign.check import CHECKS, Check
 
 # Importing a file registers its checks.
 from benchmarks.campaign.checks import (  # noqa: F401
+    catalog_log,
     disconnects,
     drain,
     engine_faults,

@@ -3,6 +3,7 @@
 Steps of all clients and replicas are drawn from one seed, so that a history can be had again.
 """
 
+import copy
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Log:
     last: int = 0
     epoch: int = 1
     snapshot: tuple[int, Content] = (0, EMPTY)
+    epochs: dict[int, int] = field(default_factory=dict)  # by number, also of trimmed entries
 
 
 @dataclass
@@ -60,7 +62,6 @@ class Fleet:
 
     Attributes:
         operations: The history.
-        acknowledged_lost: Number of acknowledged writes that failovers have dropped.
     """
 
     def __init__(self, seed: int, mistake: str = "", failovers: bool = False) -> None:
@@ -69,7 +70,7 @@ class Fleet:
         self.replicas = [Replica(number) for number in range(NUM_REPLICAS)]
         self.operations: list[Operation] = []
         self.acknowledged: set[tuple[int, int]] = set()
-        self.acknowledged_lost = 0
+        self.left_behind: Log | None = None
         self.newest = Version("bundle", 1, 0)
         self.known: dict[int, Version] = {}
         self.now = self.begun = 0
@@ -167,6 +168,7 @@ class Fleet:
             return False
         self.log.entries[number] = entry
         self.log.last = max(self.log.last, number)
+        self.log.epochs[number] = epoch
         return True
 
     def follow(self, replica: Replica, count: int) -> None:
@@ -204,14 +206,25 @@ class Fleet:
         self.log.entries = {n: e for n, e in self.log.entries.items() if n > source.position}
 
     def fail_over(self) -> None:
-        """Loses the last entries, as a replica of the store that was behind becomes the primary."""
-        kept = max(self.log.snapshot[0], self.log.last - self.draw.randrange(4))
-        lost = [(e, n) for e, n in self.acknowledged if n > kept]
-        self.acknowledged_lost += len(lost)
-        self.acknowledged -= set(lost)
-        self.log.entries = {n: e for n, e in self.log.entries.items() if n <= kept}
-        self.log.last = kept
-        self.log.epoch += self.mistake != NO_EPOCH
+        """Loses the last entries, as a replica of the store that was behind becomes the primary.
+
+        It may also be the primary before, which has never read what came after it.
+        """
+        epoch = self.log.epoch + (self.mistake != NO_EPOCH)
+        before, self.left_behind = self.left_behind, copy.deepcopy(self.log)
+        if before is not None and self.draw.random() < 0.3:
+            self.log = before
+        else:
+            log = self.log
+            log.last = max(log.snapshot[0], log.last - self.draw.randrange(4))
+            log.entries = {n: e for n, e in log.entries.items() if n <= log.last}
+            log.epochs = {n: e for n, e in log.epochs.items() if n <= log.last}
+        self.log.epoch = epoch
+
+    @property
+    def num_lost(self) -> int:
+        """Number of acknowledged writes that the log does not have."""
+        return sum(self.log.epochs.get(number) != epoch for epoch, number in self.acknowledged)
 
 
 def reached(replica: Replica, version: Version) -> bool:

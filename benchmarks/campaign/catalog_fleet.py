@@ -1,0 +1,421 @@
+"""Replicas with one catalogue log in Redis, faults of both, and clients that record histories."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import redis
+
+from benchmarks.campaign.batch_writer import count_lost
+from benchmarks.campaign.catalog_clients import LIVE, MIN_VERSION, CatalogClient, Record
+from benchmarks.campaign.catalog_histories import (
+    HIDDEN,
+    End,
+    Report,
+    Result,
+    Version,
+    check_history,
+)
+from benchmarks.campaign.check import NotRun
+from benchmarks.campaign.fault_proxy import FaultProxy
+from benchmarks.campaign.site import SERVE, ServerProcess, Site
+from benchmarks.campaign.traffic import slate_bodies
+from tests.support.redis_server import servers, start_redis, start_sentinel, wait_for
+
+NUM_REPLICAS, NUM_CLIENTS = 3, 8
+ALWAYS = ("--appendonly", "yes", "--appendfsync", "always", "--no-appendfsync-on-rewrite", "no")
+NETWORK = ("down", "refuse", "hang", "loss", "reset", "half", "garbage")
+STALE_MS = 1500
+SETTLE_S = 60.0
+SIGNING_KEY = "a-signing-key-of-the-campaign"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much a run does.
+
+    Attributes:
+        operations: Operations of all clients.
+        faults: Faults, evenly over the operations.
+        seconds: Longest time; the run ends with fewer operations then.
+        seed: Seed of what is drawn.
+    """
+
+    operations: int
+    faults: int
+    seconds: float
+    seed: int = 0
+
+
+@dataclass
+class Seen:
+    """What a run has shown.
+
+    Attributes:
+        report: The verdicts about the history.
+        record: What the clients saw.
+        num_operations: Number of recorded operations and acknowledged events.
+        faults: Number of faults by kind.
+        lost_events: Acknowledged events that are not stored once.
+        losses: How often replicas counted a loss of the log.
+        conflicts: How often a replica found its position taken.
+    """
+
+    report: Report
+    record: Record
+    num_operations: int
+    faults: Counter[str]
+    lost_events: int
+    losses: float
+    conflicts: float
+
+
+@dataclass
+class Fleet:
+    """Replicas of one catalogue.
+
+    Attributes:
+        site: Where they work.
+        bundle: Bundle of replicas that start.
+        stores: Store of each replica.
+        replicas: The replicas.
+        losses: Losses of the log that replicas which have ended had counted.
+        conflicts: Likewise, positions that were taken.
+    """
+
+    site: Site
+    bundle: Path
+    stores: Sequence[str]
+    settings: dict[str, Any] = field(default_factory=dict)
+    replicas: list[ServerProcess] = field(default_factory=list)
+    losses: float = 0.0
+    conflicts: float = 0.0
+
+    def __enter__(self) -> Fleet:
+        for store in self.stores:
+            settings = {"bundle": self.bundle, "store": store, "catalog_log": "redis"}
+            settings |= {"catalog_stale_ms": STALE_MS, "signing_key": SIGNING_KEY, **self.settings}
+            self.replicas.append(ServerProcess(self.site.scratch(), settings, SERVE))
+        try:
+            for one in self.replicas:
+                one.until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.replicas:
+            with suppress(ProcessLookupError):
+                os.kill(one.process.pid, signal.SIGCONT)
+            one.stop()
+
+    def kill(self, number: int) -> None:
+        """Ends a replica by force and starts it again."""
+        one = self.replicas[number]
+        self._count(one)
+        os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.wait()
+        self.start(number)
+
+    def restart(self, number: int, bundle: Path) -> None:
+        """Ends a replica as an operator does, and starts it with a bundle."""
+        one = self.replicas[number]
+        self._count(one)
+        one.stop()
+        one.settings["bundle"] = bundle
+        self.start(number)
+
+    def start(self, number: int) -> None:
+        """Starts a replica that has ended, and waits until it is ready."""
+        self.replicas[number] = self.replicas[number].again()
+        while (status := self.replicas[number].until_settled(SETTLE_S)) is not None:
+            if status == -1:
+                raise RuntimeError(f"a replica did not start: {self.replicas[number].tail()}")
+            self.replicas[number] = self.replicas[number].again()  # as a supervisor does
+
+    def pause(self, number: int, seconds: float) -> None:
+        """Stops a replica for some time."""
+        pause(self.replicas[number].process.pid, seconds)
+
+    def until_ready(self) -> None:
+        """Waits until all replicas are ready."""
+        for one in self.replicas:
+            one.until_ready()
+
+    def count(self) -> None:
+        """Adds the figures of the running replicas."""
+        for one in self.replicas:
+            self._count(one)
+
+    def _count(self, one: ServerProcess) -> None:
+        with suppress(httpx.HTTPError):
+            found = one.metrics()
+            self.losses += found.get("recserve_catalog_losses_total", 0.0)
+            self.conflicts += found.get("recserve_catalog_conflicts_total", 0.0)
+
+
+def pause(pid: int, seconds: float) -> None:
+    """Stops a process for some time."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(seconds)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def running_clients(record: Record, seed: int) -> Iterator[list[CatalogClient]]:
+    """Yields clients that send until the context ends."""
+    draws = np.random.default_rng(seed).spawn(NUM_CLIENTS)
+    clients = [CatalogClient(record, number, draw) for number, draw in enumerate(draws)]
+    for one in clients:
+        one.start()
+    try:
+        yield clients
+    finally:
+        for one in clients:
+            one.stopped.set()
+        for one in clients:
+            one.close()
+
+
+def drive(
+    record: Record, plan: Plan, faults: Sequence[tuple[str, Callable[[], object]]]
+) -> Counter[str]:
+    """Makes faults evenly while clients send; returns their number by kind.
+
+    Args:
+        record: What the clients see.
+        plan: How much.
+        faults: Kinds of faults, in turn; each call returns when the fault is over.
+    """
+    end, made = time.monotonic() + plan.seconds, Counter[str]()
+
+    def sent(part: float) -> bool:
+        number = len(record.operations) + len(record.events)
+        return number >= part * plan.operations or time.monotonic() > end
+
+    with running_clients(record, plan.seed):
+        for number, (name, fail) in zip(range(plan.faults), cycle(faults), strict=False):
+            while not sent((number + 0.5) / plan.faults):
+                time.sleep(0.02)
+            if time.monotonic() > end:
+                break
+            fail()
+            made[name] += 1
+        while not sent(1.0):
+            time.sleep(0.02)
+    return made
+
+
+def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None) -> Seen:
+    """Runs replicas on one Redis that writes each change to its disk before it answers.
+
+    Faults: a killed and a stopped replica, a killed and a stopped Redis, a faulty network between a
+    replica and Redis, and a rollout of the next bundle.
+    """
+    bundles, folder = site.shelf(), site.scratch()
+    random = np.random.default_rng(plan.seed)
+    with ExitStack() as stack:
+        started = stack.enter_context(servers())
+        server, port = _start_redis(folder, 0, *ALWAYS)
+        started.append(server)
+        proxies = [
+            stack.enter_context(FaultProxy(port, plan.seed + n)) for n in range(NUM_REPLICAS)
+        ]
+        stores = [f"redis://127.0.0.1:{one.port}/0" for one in proxies]
+        fleet = stack.enter_context(Fleet(site, bundles / "one", stores, settings or {}))
+        record = Record([one.url for one in fleet.replicas])
+
+        def replica() -> int:
+            return int(random.integers(NUM_REPLICAS))
+
+        def kill_redis() -> None:
+            nonlocal server
+            server.kill()
+            server.wait()
+            started.remove(server)
+            time.sleep(float(random.uniform(0.0, 1.5)))
+            server, _ = _start_redis(folder, port, *ALWAYS)
+            started.append(server)
+
+        def break_network() -> None:
+            some = random.permutation(NUM_REPLICAS)[: int(random.integers(1, NUM_REPLICAS + 1))]
+            with ExitStack() as faults:
+                for number in some:
+                    faults.enter_context(proxies[number].fault(str(random.choice(NETWORK))))
+                time.sleep(float(random.uniform(0.5, 3.0)))
+
+        def roll_out() -> None:
+            fleet.bundle = bundles / ("two" if fleet.bundle.name == "one" else "one")
+            for number in range(NUM_REPLICAS):
+                fleet.restart(number, fleet.bundle)
+
+        faults = [
+            ("a replica is killed", lambda: fleet.kill(replica())),
+            ("the network of Redis fails", break_network),
+            ("Redis is killed", kill_redis),
+            ("a replica is stopped", lambda: fleet.pause(replica(), float(random.uniform(0.5, 3)))),
+            ("Redis is stopped", lambda: pause(server.pid, float(random.uniform(0.3, 3)))),
+            ("the network of Redis fails", break_network),
+        ]
+        # One rollout for each eleven other faults.
+        faults = [*faults, *faults[:5], ("a rollout", roll_out)]
+        made = drive(record, plan, faults)
+        return _judge(fleet, record, made)
+
+
+def with_failovers(site: Site, plan: Plan, settings: dict[str, Any] | None = None) -> Seen:
+    """Runs replicas on Redis with a Sentinel, which fails over from a primary that is stopped.
+
+    Before every second failover the primary has lost its replica, so that it acknowledges what the
+    replica does not have. A stopped primary goes on afterwards and finds that it is none any more.
+    """
+    folder = site.scratch()
+    random = np.random.default_rng(plan.seed)
+    with ExitStack() as stack:
+        started = stack.enter_context(servers())
+        try:
+            address, _ = start_sentinel(folder, started)
+        except BaseException as why:  # pytest's skip and fail are no Exceptions
+            raise _no_redis(why) from None
+        sentinel = stack.enter_context(redis.Redis(port=int(address.rpartition(":")[2])))
+        store = f"redis+sentinel://{address}/shop"
+        fleet = stack.enter_context(
+            Fleet(site, site.bundle, [store] * NUM_REPLICAS, settings or {})
+        )
+        record = Record([one.url for one in fleet.replicas])
+        pids = {_port(one): one.pid for one in started[:2]}
+
+        def primary() -> int:
+            return int(sentinel.sentinel_get_master_addr_by_name("shop")[1])
+
+        def fail_over(cut: bool) -> None:
+            old = primary()
+            (new,) = set(pids) - {old}
+            if cut:
+                os.kill(pids[new], signal.SIGSTOP)
+                with redis.Redis(port=old) as direct:
+                    direct.execute_command("CLIENT", "KILL", "TYPE", "replica")
+                before = len(record.operations)
+                _wait(lambda: _num_changes(record, before) >= 5, 10.0)
+            os.kill(pids[old], signal.SIGSTOP)
+            try:
+                if cut:
+                    os.kill(pids[new], signal.SIGCONT)
+                wait_for(lambda: primary() == new, "the Sentinel did not fail over")
+                time.sleep(float(random.uniform(0.5, 2)))
+            finally:
+                os.kill(pids[old], signal.SIGCONT)
+            with redis.Redis(port=new) as direct:
+                wait_for(
+                    lambda: direct.info("replication").get("slave0", {}).get("state") == "online",
+                    "the old primary did not become a replica",
+                )
+
+        made = drive(
+            record,
+            plan,
+            [
+                ("a failover from a primary without a replica", lambda: fail_over(cut=True)),
+                ("a failover", lambda: fail_over(cut=False)),
+            ],
+        )
+        return _judge(fleet, record, made, events=False)
+
+
+def _judge(fleet: Fleet, record: Record, faults: Counter[str], events: bool = True) -> Seen:
+    """Compares the replicas at the end and checks the history."""
+    ends = _ends(fleet, record)
+    fleet.count()
+    lost = 0
+    if events:
+        with fleet.replicas[0].client() as client:
+            lost = count_lost(client, record.events)
+    return Seen(
+        report=check_history(record.operations, dict.fromkeys(LIVE, HIDDEN), ends),
+        record=record,
+        num_operations=len(record.operations) + len(record.events),
+        faults=faults,
+        lost_events=lost,
+        losses=fleet.losses,
+        conflicts=fleet.conflicts,
+    )
+
+
+def _ends(fleet: Fleet, record: Record) -> list[End]:
+    """Makes one more change; returns what each replica answers once it has it."""
+    fleet.until_ready()
+    client = CatalogClient(record, NUM_CLIENTS, np.random.default_rng(1))
+    try:
+        _wait(lambda: _is_ok(client.send("put", 0)), SETTLE_S)
+    finally:
+        client.close()
+    last = record.operations[-1]
+    if last.result is not Result.OK:
+        raise RuntimeError(f"no change is accepted at the end: {last}; {dict(record.codes)}")
+    headers = {MIN_VERSION: str(last.version)}
+    bodies = slate_bodies(np.random.default_rng(0), 5, beam_width=50)
+    found = []
+    for number, one in enumerate(fleet.replicas):
+        with one.client(headers=headers) as http:
+            answer = http.get("/v1/items", params={"ids": ",".join(LIVE)})
+            answer.raise_for_status()
+            said = answer.json()
+            items: dict[str, tuple[str, tuple[int, ...]]] = {
+                item["item_id"]: (item["title"], tuple(item["semantic_id"]))
+                for item in said["items"]
+            }
+            items |= dict.fromkeys(said["missing_item_ids"], (HIDDEN, ()))
+            slates = [
+                [(item["item_id"], item["score"]) for item in reply.json()["items"]]
+                for reply in (http.post("/v1/recommend", json=body) for body in bodies)
+            ]
+        found.append(End(number, Version.parse(said["catalog_version"]), items, slates))
+    return found
+
+
+def _num_changes(record: Record, first: int) -> int:
+    """Returns the number of acknowledged changes from an operation on."""
+    return sum(one.changes and one.result is Result.OK for one in record.operations[first:])
+
+
+def _is_ok(operation: Any) -> bool:
+    return operation is not None and operation.result is Result.OK
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> None:
+    """Waits until a condition holds, or for some seconds."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _start_redis(folder: Path, port: int, *more: str) -> Any:
+    try:
+        return start_redis(folder, port, *more)
+    except BaseException as why:  # pytest's skip and fail are no Exceptions
+        raise _no_redis(why) from None
+
+
+def _no_redis(why: BaseException) -> BaseException:
+    if isinstance(why, (KeyboardInterrupt, RuntimeError)):
+        return why
+    return NotRun("no redis-server on this machine")
+
+
+def _port(server: Any) -> int:
+    arguments = server.args
+    return int(arguments[arguments.index("--port") + 1])

@@ -1,0 +1,27 @@
+"""Three replicas with one catalogue in Redis, under faults: a checker judges what clients saw.
+
+A short version of check R25 of the campaign.
+"""
+
+import pytest
+
+from benchmarks.campaign.catalog_fleet import Plan, on_one_redis, with_failovers
+from benchmarks.campaign.site import Site
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("run, faults", [(on_one_redis, 5), (with_failovers, 2)])
+def test_histories_are_explained(run, faults, tmp_path):
+    """Nothing that was acknowledged is lost on one Redis; what a failover loses is counted."""
+    site = Site(tmp_path, seed=3)
+    site.begin("fleet")
+    seen = run(site, Plan(300, faults, 60, seed=3))
+    assert not seen.report.count(), seen.report.violations
+    assert seen.report.unasked == 0 and not seen.record.wrong
+    assert seen.num_operations > 100 and seen.faults
+    assert seen.lost_events == 0
+    if run is on_one_redis:
+        assert not seen.report.lost
+    else:
+        assert bool(seen.report.lost) <= bool(seen.losses)
