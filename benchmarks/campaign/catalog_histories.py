@@ -185,7 +185,6 @@ def check_history(
         for one in operations
         if one.changes and one.result is Result.OK and one.version not in line
     ]
-    _check_codes(report, operations)
     _check_oracle(report, operations, initial, line)
     _check_ends(report, ends)
     return report
@@ -299,6 +298,7 @@ class _Line:
         if parts:
             self._check_positions()
             self._check_minimum()
+            self._check_codes()
             self._check_states()
 
     def __contains__(self, version: Version | None) -> bool:
@@ -320,7 +320,10 @@ class _Line:
 
     @cached_property
     def _unknown(self) -> list[tuple[int, Operation]]:
-        """Writes without an answer, each with the first number that it can have."""
+        """Writes without an answer, each with the first number that it can have.
+
+        One that is acknowledged in a later epoch may have been stored here before, and lost.
+        """
         by_end = sorted((one.ended, number) for number, one in self.answered)
         ends, highest = [end for end, _ in by_end], [0]
         for _, number in by_end:
@@ -328,8 +331,12 @@ class _Line:
         return [
             (1 + highest[bisect.bisect_left(ends, one.began)], one)
             for one in self.operations
-            if one.changes and one.result is Result.UNKNOWN
+            if one.changes and (one.result is Result.UNKNOWN or self._is_later(one.version))
         ]
+
+    def _is_later(self, version: Version | None) -> bool:
+        """Whether a version is of a later epoch than this line."""
+        return version is not None and version.epoch > self.parts[-1][0]
 
     @cached_property
     def _gaps(self) -> list[int]:
@@ -376,6 +383,17 @@ class _Line:
                 self._add(STALE, str(one))
             if one.kind == END and self._writes and number < self._writes[-1][0]:
                 self._add(END, f"{one}, but a write has {self._writes[-1][0]}")
+
+    def _check_codes(self) -> None:
+        """All replicas of a bundle give a write the same semantic id."""
+        found: dict[tuple[str, str, str], tuple[tuple[int, ...], Operation]] = {}
+        for _, one in self.answered:
+            assert one.version is not None
+            for item, codes in one.codes.items():
+                key = (one.version.bundle, item, one.seen[item])
+                before = found.setdefault(key, (codes, one))
+                if before[0] != codes:
+                    self._add(CODES, f"{item} {before[0]} and {codes}: {before[1]}; {one}")
 
     def _check_states(self) -> None:
         """Every read sees what the writes up to its version make."""
@@ -466,19 +484,6 @@ class _ItemLine:
             elif one.restores is not None and self.line._has_gap(since, version.number):
                 values |= set().union(*self.states[: known + 1])
         return values
-
-
-def _check_codes(report: Report, operations: Iterable[Operation]) -> None:
-    """All replicas of a bundle give a write the same semantic id."""
-    found: dict[tuple[str, str, str], tuple[tuple[int, ...], Operation]] = {}
-    for one in operations:
-        if one.version is None:
-            continue
-        for item, codes in one.codes.items():
-            key = (one.version.bundle, item, one.seen[item])
-            before = found.setdefault(key, (codes, one))
-            if before[0] != codes:
-                report.add(CODES, f"{item} {before[0]} and {codes}: {before[1]}; {one}")
 
 
 def _check_oracle(
