@@ -38,6 +38,7 @@ ALWAYS = ("--appendonly", "yes", "--appendfsync", "always", "--no-appendfsync-on
 NETWORK = ("down", "refuse", "hang", "loss", "reset", "half", "garbage")
 STALE_MS = 1500
 SETTLE_S = 60.0
+STARTS = 5  # of a replica that ends because Redis does not answer it
 SIGNING_KEY = "a-signing-key-of-the-campaign"
 
 
@@ -138,12 +139,15 @@ class Fleet:
         self.start(number)
 
     def start(self, number: int) -> None:
-        """Starts a replica that has ended, and waits until it is ready."""
-        self.replicas[number] = self.replicas[number].again()
-        while (status := self.replicas[number].until_settled(SETTLE_S)) is not None:
+        """Starts a replica that has ended, again where it ends, and waits until it is ready."""
+        for _ in range(STARTS):
+            self.replicas[number] = self.replicas[number].again()
+            status = self.replicas[number].until_settled(SETTLE_S)
+            if status is None:
+                return
             if status == -1:
-                raise RuntimeError(f"a replica did not start: {self.replicas[number].tail()}")
-            self.replicas[number] = self.replicas[number].again()  # as a supervisor does
+                break
+        raise RuntimeError(f"a replica does not start: {self.replicas[number].tail()}")
 
     def pause(self, number: int, seconds: float) -> None:
         """Stops a replica for some time."""
