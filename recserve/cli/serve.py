@@ -196,8 +196,9 @@ def doctor(
     path: Annotated[
         str | None,
         typer.Argument(
-            metavar="DRAFTER",
-            help="Examine and try this drafter of --llm: DIR, or NAME=DIR.",
+            metavar="FOLDER",
+            help="Examine and try this drafter of --llm: DIR, or NAME=DIR. Without --llm: a "
+            "recommender that `bundle import` would read.",
             show_default=False,
         ),
     ] = None,
@@ -209,7 +210,7 @@ def doctor(
     drafter: Annotated[list[str] | None, typer.Option(help="Its drafters, as for serve.")] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Held-out text to try DRAFTER on; default: text of the model's own."),
+        typer.Option(help="Held-out text to try a drafter on; default: text of the model's own."),
     ] = None,
     device: DeviceFlag = "auto",
     weights: Annotated[
@@ -220,7 +221,10 @@ def doctor(
         bool, typer.Option("--measure", help="Compare the times of C and torch on this CPU.")
     ] = False,
 ) -> None:
-    """Check this machine, or a drafter, and print advice; the exit status is 1 if a check fails."""
+    """Check this machine, a drafter or a checkpoint, and print advice.
+
+    The exit status is 1 if a check fails.
+    """
     from rich.console import Console
 
     from recserve.cli.doctor import examine
@@ -228,13 +232,19 @@ def doctor(
 
     if path is None:
         if text:
-            raise typer.BadParameter("--text is for trying a DRAFTER")
+            raise typer.BadParameter("--text is for trying a drafter")
         findings = examine(bundle, store, llm, tuple(drafter or ()), weights, measure)
+    elif llm is None and Path(path).is_dir():
+        if bundle or store or drafter or text or weights or measure:
+            raise typer.BadParameter("a checkpoint is examined alone; a drafter needs --llm")
+        from recserve.doctor.checkpoint_checks import examine_checkpoint
+
+        findings = examine_checkpoint(Path(path))
     else:
         if llm is None or not llm.is_dir():
-            raise typer.BadParameter("a DRAFTER needs the folder of its language model (--llm)")
+            raise typer.BadParameter("a drafter needs the folder of its language model (--llm)")
         if bundle or store or drafter or weights or measure:
-            raise typer.BadParameter("a DRAFTER is examined alone, with --llm and --text")
+            raise typer.BadParameter("a drafter is examined alone, with --llm and --text")
         findings = _examine_drafter(path, llm, text or [], device)
     Console().print(findings_table(findings))
     raise typer.Exit(int(any(finding.state == "fail" for finding in findings)))

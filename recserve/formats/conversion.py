@@ -77,7 +77,7 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise BundleError(f"{out}: not empty; choose another folder or delete this one")
     chosen = open_format(options)
-    _check_folder(options.folder)
+    check_folder(options.folder)
     items, bad = read_items(options.items, columns=options.columns)
     for line in bad.lines():
         log(line)
@@ -93,7 +93,7 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
     try:
         tokenizer = TextTokenizer.open(options.folder)
     except UnsupportedTokenizer as error:
-        raise ImportFault(f"{error}{_tokenizer_hint(options.folder)}") from None
+        raise ImportFault(f"{error}{tokenizer_hint(options.folder)}") from None
     tokens = _code_tokens(chosen, tokenizer, items, codes)
     rule = options.rule or chosen.rule
     most = options.max_history or chosen.max_history
@@ -144,7 +144,7 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
     return Bundle.open(out)
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raises ImportFault for folders that need a conversion first, and says which."""
     if not folder.is_dir():
         raise ImportFault(f"{folder} is no folder; expected one in the Hugging Face layout")
@@ -171,7 +171,8 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _tokenizer_hint(folder: Path) -> str:
+def tokenizer_hint(folder: Path) -> str:
+    """Returns how to convert the tokeniser of a folder that has a slow one alone."""
     if not (folder / "tokenizer.model").exists():
         return ""
     return (
