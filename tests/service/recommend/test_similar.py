@@ -196,3 +196,19 @@ def test_validation_chooses_the_weight(trained, tmp_path):
                 own = [i.item_id for i in answer.items if i.source == "model"]
                 served.add(tuple(service.catalog.current.rows_of(own)))
             assert slates <= served
+
+
+@pytest.mark.parametrize("strategy", ["similar", "item_knn"])
+def test_sessions_of_an_evaluation_are_those_of_a_plain_loop(trained, strategy):
+    bundle = Bundle.open(trained[0])
+    log = bundle.events()
+    gaps = []
+    for first, stop in zip(log.offsets[:-1].tolist(), log.offsets[1:].tolist(), strict=True):
+        if stop - first >= 3:
+            gaps.append((log.times[stop - 1] - log.times[stop - 2]) / 1e6)
+    for limit in (min(gaps), sorted(gaps)[len(gaps) // 2], max(gaps)):
+        options = EvaluationOptions(strategy=strategy, session_s=float(limit))
+        assert evaluate_bundle(bundle, options).users == sum(gap <= limit for gap in gaps)
+    if min(gaps) > 0:
+        with pytest.raises(ValueError, match="no held-out event follows another one within"):
+            evaluate_bundle(bundle, EvaluationOptions(strategy=strategy, session_s=min(gaps) / 2))
