@@ -28,6 +28,7 @@ from pydantic_settings import (
 
 from recserve.features.history.event_kinds import EventKinds
 from recserve.features.history.type_names import check_type_names
+from recserve.features.redis_urls import SCHEMES
 from recserve.kernels.linear import formats
 
 ENV_PREFIX = "RECSERVE_"
@@ -73,6 +74,14 @@ class ServerConfig(BaseSettings):
         popular_half_life_s: Time after which an event counts half in the list `popular`, which also
             answers users without a history and fills slates.
         journal: Folder for changes of items. By default a folder next to the bundle.
+        catalog_log: Where changes of items are stored: `file`, the journal of one process; `redis`,
+            the Redis of `store`; or the URL of a Redis. Servers with one log in Redis have one
+            catalogue, and each of them takes changes.
+        catalog_name: Name of that log in Redis. Servers with the same name share it.
+        catalog_stale_ms: Time without Redis after which a server with such a log says
+            `catalog_stale` in `degraded` and refuses changes of items.
+        catalog_wait_replicas: Replicas of Redis that shall have a change of items before it is
+            answered. By default 1 with Sentinel and Cluster, and 0 with one Redis.
         device: Where the models run.
         index_device: Where `dense` and `specgr` search the item vectors. `auto` takes the GPU if
             the models run there and faiss is built for it. `cuda` is an error elsewhere.
@@ -162,6 +171,10 @@ class ServerConfig(BaseSettings):
     negative_types: Annotated[tuple[str, ...], NoDecode] = ()
     popular_half_life_s: float = Field(7 * 86_400, gt=0, allow_inf_nan=False)
     journal: Path | None = None
+    catalog_log: str = "file"
+    catalog_name: str = Field("items", pattern=r"^[A-Za-z0-9._:-]{1,64}$")
+    catalog_stale_ms: int = Field(5000, ge=100, le=3_600_000)
+    catalog_wait_replicas: int | None = Field(None, ge=0, le=100)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     index_device: Literal["auto", "cpu", "cuda"] = "auto"
     bundles_dir: Path | None = None
@@ -280,6 +293,21 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _reachable_log(self) -> ServerConfig:
+        place = self.catalog_log
+        if place not in ("file", "redis") and not is_redis(place):
+            raise ValueError(
+                "catalog_log: expected file, redis or a URL such as redis://HOST:PORT/DB, got "
+                f"{place.partition('://')[0][:20]!r}"
+            )
+        if self.catalog_log == "redis" and not is_redis(self.store):
+            raise ValueError(
+                "catalog_log: redis is the Redis of store, and store is not redis://...; set store "
+                "to it, or catalog_log to a URL such as redis://HOST:PORT/DB"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _guarded(self) -> ServerConfig:
         if not (is_loopback(self.host) or self.api_keys or self.insecure):
             raise ValueError(
@@ -380,6 +408,11 @@ class ServerConfig(BaseSettings):
         except Exception as error:
             raise ConfigError(f"config file {file} cannot be read: {error}") from None
         return cls.model_construct(**{name: getattr(loaded, name) for name in cls.model_fields})
+
+
+def is_redis(store: str | None) -> bool:
+    """Whether a URL is one of a Redis."""
+    return store is not None and "://" in store and store.partition("://")[0] in SCHEMES
 
 
 def is_loopback(host: str) -> bool:

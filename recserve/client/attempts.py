@@ -18,12 +18,18 @@ import msgspec
 
 from recserve.client.deadline import Deadline
 from recserve.client.operations import Request
-from recserve.schemas.items import ErrorDetail
+from recserve.schemas.items import (
+    ErrorDetail,
+    HideItemResponse,
+    ItemsResponse,
+    RollbackResponse,
+)
 
 A = TypeVar("A")
 # The server refuses these before it begins a request, so any request may be sent again.
 NOT_BEGUN = ("queue_full", "quota_exceeded", "not_ready", "too_many_connections")
 RETRIED = (429, 503)
+MIN_VERSION_HEADER = "X-Recserve-Min-Catalog-Version"
 # The server ends a late request itself. It gets this much less time, so that its error arrives.
 RETURN_SHARE, RETURN_S = 0.1, 1.0
 MAX_DEADLINE_S = 999_999.0  # the header has at most nine digits of milliseconds
@@ -65,6 +71,8 @@ class ClientOptions:
         max_wait_s: Longest wait between two attempts. A longer `Retry-After` ends the attempts.
         connections: Most open connections.
         max_answer_bytes: Longest answer, decompressed. In a stream, it limits each event.
+        sees_own_changes: Later requests of this client name the newest catalogue version that its
+            own changes of items have made, so that every server of several answers from it.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -75,6 +83,7 @@ class ClientOptions:
     max_wait_s: float = 5.0
     connections: int = 100
     max_answer_bytes: int = 128 << 20
+    sees_own_changes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("deadline_s", "text_deadline_s", "max_wait_s"):
@@ -89,11 +98,41 @@ class ClientOptions:
             raise ValueError(f"max_answer_bytes is {self.max_answer_bytes}; expected 1 or more")
 
 
+class OwnChanges:
+    """The newest version of the catalogue that the changes of a client have made.
+
+    Attributes:
+        newest: Its name; None before a change.
+    """
+
+    def __init__(self) -> None:
+        self.newest: str | None = None
+        self._order = (0, 0)
+
+    @staticmethod
+    def of(options: ClientOptions) -> OwnChanges | None:
+        """Returns what a client remembers of its changes; None if it does not."""
+        return OwnChanges() if options.sees_own_changes else None
+
+    def add(self, answer: object) -> None:
+        """Remembers the version of an answer if it is that of a change."""
+        if isinstance(answer, ItemsResponse | HideItemResponse | RollbackResponse):
+            parts = answer.catalog_version.split(".")[1:]
+            numbers = [int(part) for part in parts if part.isdecimal()]
+            order = (numbers[-2] if numbers[1:] else 0, numbers[-1] if numbers else 0)
+            if self.newest is None or order > self._order:
+                self.newest, self._order = answer.catalog_version, order
+
+
 class Attempts(Generic[A]):
     """The attempts at one request, within one deadline."""
 
     def __init__(
-        self, request: Request[A], options: ClientOptions, deadline_s: float | None
+        self,
+        request: Request[A],
+        options: ClientOptions,
+        deadline_s: float | None,
+        changes: OwnChanges | None = None,
     ) -> None:
         """Starts the clock.
 
@@ -101,6 +140,7 @@ class Attempts(Generic[A]):
             request: The request to send.
             options: Options of the client.
             deadline_s: Time for the answer; None means that of the options.
+            changes: What the client has changed; None does not remember it.
 
         Raises:
             ValueError: If the deadline is no number or longer than a header can say.
@@ -110,7 +150,7 @@ class Attempts(Generic[A]):
             deadline_s = options.text_deadline_s if text else options.deadline_s
         if not deadline_s <= MAX_DEADLINE_S:
             raise ValueError(f"deadline_s is {deadline_s}; expected at most {MAX_DEADLINE_S:.0f}")
-        self._request, self._options = request, options
+        self._request, self._options, self._changes = request, options, changes
         self._until_s = time.monotonic() + deadline_s
         self._failures = 0
 
@@ -127,6 +167,8 @@ class Attempts(Generic[A]):
             key = self._options.admin_key or key
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
+        if self._changes is not None and self._changes.newest is not None:
+            headers[MIN_VERSION_HEADER] = self._changes.newest
         if request.content is not None:
             headers["Content-Type"] = "application/json"
         return {

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import httpx
 
-from recserve.client.attempts import Attempts, ClientOptions
+from recserve.client.attempts import Attempts, ClientOptions, OwnChanges
 from recserve.client.deadline import use_deadlines
 from recserve.client.operations import AsyncOperations, Request, SyncOperations
 
@@ -44,6 +44,7 @@ class Client(SyncOperations):
             transport: Transport of httpx, for proxies and tests.
         """
         self.options = options or ClientOptions()
+        self._changes = OwnChanges.of(self.options)
         limits = httpx.Limits(max_connections=self.options.connections)
         self._http = httpx.Client(base_url=url, limits=limits, transport=transport)
         use_deadlines(self._http)
@@ -61,11 +62,13 @@ class Client(SyncOperations):
     def send(self, request: Request[A], deadline_s: float | None = None) -> A:
         """Sends any request and returns its answer."""
         (answer,) = self.stream(request, deadline_s)
+        if self._changes is not None:
+            self._changes.add(answer)
         return answer
 
     def stream(self, request: Request[A], deadline_s: float | None = None) -> Iterator[A]:
         """Sends a request with a stream as its answer, and yields the chunks."""
-        attempts = Attempts(request, self.options, deadline_s)
+        attempts = Attempts(request, self.options, deadline_s, self._changes)
         while True:
             try:
                 with self._http.stream(**attempts.arguments()) as response:
@@ -102,6 +105,7 @@ class AsyncClient(AsyncOperations):
             transport: Transport of httpx, for proxies and tests.
         """
         self.options = options or ClientOptions()
+        self._changes = OwnChanges.of(self.options)
         limits = httpx.Limits(max_connections=self.options.connections)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, transport=transport)
 
@@ -118,13 +122,15 @@ class AsyncClient(AsyncOperations):
     async def send(self, request: Request[A], deadline_s: float | None = None) -> A:
         """Sends any request and returns its answer."""
         (answer,) = [answer async for answer in self.stream(request, deadline_s)]
+        if self._changes is not None:
+            self._changes.add(answer)
         return answer
 
     async def stream(
         self, request: Request[A], deadline_s: float | None = None
     ) -> AsyncIterator[A]:
         """Sends a request with a stream as its answer, and yields the chunks."""
-        attempts = Attempts(request, self.options, deadline_s)
+        attempts = Attempts(request, self.options, deadline_s, self._changes)
         while True:
             try:
                 sent = self._http.build_request(**attempts.arguments())

@@ -46,6 +46,7 @@ __all__ = [
     "FAILURES",
     "RIGHTS",
     "ResponseError",
+    "call_and_wait",
     "call_many",
     "call_script",
     "call_scripts",
@@ -307,6 +308,46 @@ def _give_back(server: Any, connection: Any, dirty: bool) -> None:
     if dirty:
         connection.disconnect()
     server.connection_pool.release(connection)
+
+
+def call_and_wait(
+    client: Any,
+    script: Any,
+    keys: Sequence[str],
+    arguments: Sequence[Any],
+    num_replicas: int,
+    timeout_ms: int,
+) -> tuple[Any, int]:
+    """Runs a script, and waits until replicas of its server have what it has written.
+
+    Both commands go over one connection, since WAIT is about the writes of its own.
+
+    Args:
+        client: A client of `connect`.
+        script: The script, of `register_script`.
+        keys: Its keys, in one slot.
+        arguments: Its arguments.
+        num_replicas: Replicas to wait for.
+        timeout_ms: Longest wait.
+
+    Returns:
+        The reply of the script, and the number of replicas that have its writes.
+    """
+    if isinstance(client, RedisCluster):
+        node = client.get_node_from_key(keys[0])  # type: ignore[no-untyped-call]
+        client = client.get_redis_connection(node)
+    for again in (True, False):
+        with client.pipeline(transaction=False) as pipeline:
+            pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            pipeline.execute_command("WAIT", num_replicas, timeout_ms)
+            reply, found = pipeline.execute(raise_on_error=False)
+        if isinstance(reply, NoScriptError) and again:
+            client.script_load(script.script)
+            continue
+        break
+    if isinstance(reply, Exception):
+        raise reply
+    return reply, 0 if isinstance(found, Exception) else int(found)
 
 
 def scanners(client: Any) -> list[tuple[str, Callable[..., tuple[int, list[bytes]]]]]:

@@ -1,6 +1,6 @@
 """Prometheus metrics: the collectors of a server, the engine's figures, and vLLM's names."""
 
-from recserve.metrics.gauges import Gauges, SlateLogCounts
+from recserve.metrics.gauges import CatalogLogCounts, Gauges, SlateLogCounts
 from recserve.metrics.metrics import ARMS, POSITIONS, SECONDS, STAGES, Metrics
 from recserve.metrics.recent import RecentMetrics, RecentSample
 
@@ -9,6 +9,7 @@ __all__ = [
     "POSITIONS",
     "SECONDS",
     "STAGES",
+    "CatalogLogCounts",
     "Gauges",
     "Metrics",
     "RecentMetrics",

@@ -56,6 +56,23 @@ class SlateLogCounts:
     bytes: int = 0
 
 
+@dataclass(frozen=True)
+class CatalogLogCounts:
+    """Figures of a log of item changes that several servers share.
+
+    Attributes:
+        lag_s: Time since the log was last read to its end.
+        lag_positions: Known positions of the log that are not applied.
+        losses: How often the log had lost positions that were applied here.
+        conflicts: How often another server took the position of a change of this one.
+    """
+
+    lag_s: float
+    lag_positions: int
+    losses: int
+    conflicts: int
+
+
 def _number(value: float) -> Samples:
     return [((), value)]
 
@@ -78,7 +95,7 @@ def _by_drafter(read: Callable[[WatchedDrafts], float]) -> Callable[[Any], Sampl
     return lambda drafts: (((drafter,), float(read(one))) for drafter, one in drafts.items())
 
 
-def _of_log(read: Callable[[SlateLogCounts], Samples]) -> Callable[[Any], Samples]:
+def _of_log(read: Callable[[Any], Samples]) -> Callable[[Any], Samples]:
     return lambda log: () if log is None else read(log)
 
 
@@ -148,6 +165,7 @@ class Gauges:
             counted.
         build: Labels of `recserve_build_info`; empty before the engine is loaded.
         slate_log: Figures of the slate log; None without one.
+        catalog_log: Figures of a shared log of item changes; None without one.
     """
 
     queue_depth: int = _gauge("recserve_queue_depth", "Requests waiting for the engine")
@@ -251,6 +269,32 @@ class Gauges:
             "recserve_slate_log_bytes",
             "Size of the slate log",
             samples=_of_log(lambda log: _number(log.bytes)),
+        ),
+        default=None,
+    )
+
+    catalog_log: CatalogLogCounts | None = _figure(
+        Row(
+            "recserve_catalog_lag_seconds",
+            "Time since this server last read the shared log of item changes to its end",
+            samples=_of_log(lambda log: _number(log.lag_s)),
+        ),
+        Row(
+            "recserve_catalog_lag_positions",
+            "Change sets of items in the shared log that this server has not applied",
+            samples=_of_log(lambda log: _number(log.lag_positions)),
+        ),
+        Row(
+            "recserve_catalog_losses",
+            "Times that the shared log had lost change sets which this server had applied",
+            samples=_of_log(lambda log: _number(log.losses)),
+            counts=True,
+        ),
+        Row(
+            "recserve_catalog_conflicts",
+            "Times that another server was faster to change items, so that this one tried again",
+            samples=_of_log(lambda log: _number(log.conflicts)),
+            counts=True,
         ),
         default=None,
     )

@@ -48,6 +48,7 @@ LANGUAGE = ("unknown_model", "unsupported", "context_length_exceeded")
 # Of requests that wait for a thread of the tokeniser, and for no queue.
 ENCODED = (*LANGUAGE, "deadline_exceeded")
 HISTORY = ("corrupt_history", "history_unavailable")
+CHANGE = ("items_read_only", "catalog_unavailable", "catalog_conflict")
 EXPERIMENT = ("unknown_experiment", "experiment_not_saved")
 
 
@@ -93,7 +94,8 @@ class Operation(Generic[P, A]):
             on arrival.
         errors: Codes of errors beyond those that follow from the other columns.
         repeatable: Whether a request with this body may be sent again after the server began it.
-        per_process: Changes something that other processes do not see.
+        per_process: Changes something that other processes do not see; items only if the servers
+            do not share their log.
         described: Stands in /openapi.json.
     """
 
@@ -122,6 +124,11 @@ class Operation(Generic[P, A]):
     def admin(self) -> bool:
         """Needs an admin key."""
         return is_admin(self.path)
+
+    @property
+    def items(self) -> bool:
+        """Reads or changes the items of the catalogue."""
+        return self.path.startswith("/v1/items")
 
     @property
     def text(self) -> bool:
@@ -320,13 +327,13 @@ class Api:
     def items(self, query: b.ItemsQuery, deadline_s: float | None = None) -> b.ItemPage:
         """Returns a page of the catalogue, most popular items first, or the items of `ids`."""
 
-    @operation("PUT /v1/items", errors=("items_read_only",), per_process=True)
+    @operation("PUT /v1/items", errors=CHANGE, per_process=True)
     def put_items(self, body: m.ItemsRequest, deadline_s: float | None = None) -> m.ItemsResponse:
         """Inserts and updates items; the next answer takes them into account."""
 
     @operation(
         "POST /v1/items:rollback",
-        errors=("unknown_catalog_version", "items_read_only"),
+        errors=("unknown_catalog_version", *CHANGE),
         per_process=True,
     )
     def rollback_items(
@@ -336,7 +343,7 @@ class Api:
 
     @operation(
         "DELETE /v1/items/{item_id:path}",
-        errors=("unknown_item", "items_read_only"),
+        errors=("unknown_item", *CHANGE),
         repeatable=never,
         per_process=True,
     )

@@ -60,6 +60,8 @@ REQUEST_ID = Meta(
     pattern=r"^[A-Za-z0-9._:-]{1,128}\Z", description="1 to 128 of A-Z a-z 0-9 . _ : -"
 )
 RequestId = Annotated[str, REQUEST_ID]
+# Name of a catalogue version in a request.
+VersionText = Annotated[str, Meta(min_length=1, max_length=128)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
 Level = Annotated[int, Meta(ge=0, le=63)]
@@ -210,6 +212,8 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
             list `popular` or `latest`.
         fields: Columns that the response has for each item: `title`, `categories`,
             `available_from`, `expires_at` and other columns of the items file.
+        min_catalog_version: Version of the catalogue that the answer must contain, such as that of
+            the answer to a change. A server behind waits for it until the deadline.
     """
 
     user: UserRef | None = None
@@ -227,6 +231,7 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False
+    min_catalog_version: VersionText | None = None
 
 
 class ExcludedItems(StrictStruct, frozen=True, kw_only=True):
@@ -290,6 +295,7 @@ class RankRequest(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         sort_by: Task whose score sorts the response; None means the model's first task.
         fields: Columns that the response has for each item, as in RecommendRequest.
+        min_catalog_version: As in RecommendRequest. In a batch, all rankings wait for the latest.
     """
 
     candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=MAX_CANDIDATES)]
@@ -300,6 +306,7 @@ class RankRequest(StrictStruct, frozen=True, kw_only=True):
     fields: FieldNames = []
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
+    min_catalog_version: VersionText | None = None
 
 
 class RankBatchRequest(StrictStruct, frozen=True, kw_only=True):
@@ -347,7 +354,7 @@ class ItemsRequest(StrictStruct, frozen=True, kw_only=True):
 class RollbackRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/items:rollback, to a stored version of the catalogue."""
 
-    catalog_version: Annotated[str, Meta(min_length=1, max_length=128)]
+    catalog_version: VersionText
 
 
 class TimingMs(Struct, frozen=True, kw_only=True):
@@ -518,6 +525,9 @@ class ItemsResponse(Struct, frozen=True, kw_only=True):
     """The outcome of an items call. `catalog_version` contains all its changes.
 
     `degraded` lists items that were stored with a semantic id of lower quality, with reasons.
+
+    Attributes:
+        warning: Why a failover of Redis can lose the change, if too few replicas have it.
     """
 
     catalog_version: str
@@ -525,17 +535,20 @@ class ItemsResponse(Struct, frozen=True, kw_only=True):
     updated: int
     rejected: list[Rejection]
     degraded: list[Rejection]
+    warning: str | UnsetType = UNSET
 
 
 class HideItemResponse(Struct, frozen=True, kw_only=True):
-    """The catalogue version that no longer returns the item."""
+    """The catalogue version that no longer returns the item. `warning` is as in ItemsResponse."""
 
     item_id: str
     catalog_version: str
+    warning: str | UnsetType = UNSET
 
 
 class RollbackResponse(Struct, frozen=True, kw_only=True):
-    """The new version, and the version that it restores."""
+    """The new version, and the version that it restores. `warning` is as in ItemsResponse."""
 
     catalog_version: str
     restored: str
+    warning: str | UnsetType = UNSET

@@ -69,6 +69,7 @@ Text = TypeVar("Text", bound=TextRequest)
 BeginTexts = Callable[[Text, str, float, Listener, Client], PendingTexts]
 SCOPE_KEY = "recserve.context"
 DEADLINE_HEADER = "x-deadline-ms"
+MIN_VERSION_HEADER = "x-recserve-min-catalog-version"
 SURROGATES = "surrogateescape"  # reads bytes of an address that are not UTF-8, for `check_utf8`
 # The engine itself ends late requests. A route waits this much longer for the engine's error.
 GRACE_S = 0.05
@@ -113,6 +114,7 @@ class AppState:
         stall_timeout_s: Time after which a step of the engine counts as hanging.
         threads: Threads for work that must not hold the event loop.
         inferences: Answers of the Open Inference Protocol, by model and version.
+        shared_catalog: Whether other servers change the items too, so that this one may be behind.
     """
 
     lifecycle: Lifecycle
@@ -125,6 +127,7 @@ class AppState:
     stall_timeout_s: float = 30.0
     threads: Threads = field(default_factory=Threads)
     inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
+    shared_catalog: bool = False
 
 
 class RequestContext:
@@ -308,6 +311,37 @@ class RequestContext:
             limits.append(min(int(header), most_ms))
         default_ms = self.state.text_timeout_ms if text else self.state.default_timeout_ms
         return self.trace.began_s + min(limits, default=default_ms) / 1e3
+
+    async def await_version(self, name: str | None, deadline_s: float) -> None:
+        """Waits until the catalogue contains a version; None does not wait.
+
+        Args:
+            name: The version, as a response names it.
+            deadline_s: time.monotonic() value of the deadline.
+
+        Raises:
+            CatalogBehind: If the deadline passes before.
+            CatalogLost: If the log of changes has lost the version.
+            InvalidRequest: If it is no name of a version.
+        """
+        if name is None:
+            return
+        catalog = self.service.catalog
+        reached = catalog.reaches(name)
+        if reached is not None:
+            try:
+                await self.wait([reached], deadline_s)
+            except DeadlineExceeded:
+                raise catalog.behind(name) from None
+
+    async def await_named_version(self) -> None:
+        """Waits until the catalogue contains the version that a header names. Raises as above.
+
+        A server whose items no other one changes contains all versions that it has named.
+        """
+        name = self.request.headers.get(MIN_VERSION_HEADER)
+        if name is not None:
+            await self.await_version(name, self.deadline_s(None))
 
     async def from_store(self, function: Callable[..., A], *arguments: Any) -> A:
         """Calls a function that waits for the history store or for the disk, on a thread."""
@@ -505,6 +539,8 @@ class RequestContext:
             Exception: What the request fails with; row_of maps it to an HTTP error.
         """
         deadline_s = self.deadline_s(body.timeout_ms)
+        if body.min_catalog_version is not None:
+            await self.await_version(body.min_catalog_version, deadline_s)
         arms = self.state.arms
         ask = self.ask if arms is None or self.untracked else partial(arms.answer_items, self)
         return self.record(await ask(part, body, self.trace.request_id, deadline_s))

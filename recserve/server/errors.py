@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from recserve.core.errors import DeadlineExceeded, EngineStopped, QueueFull
 from recserve.engine.scheduler import RequestTooLarge
-from recserve.features.catalog.catalog_log import JournalError
+from recserve.features.catalog.catalog_log import JournalError, LogUnavailable
 from recserve.features.history.history import (
     CorruptHistory,
     ListingUnsupported,
@@ -30,7 +30,16 @@ from recserve.schemas.items import (
 )
 from recserve.server.body_decoder import MalformedBody
 from recserve.server.trace import Trace
-from recserve.service.errors import INVALID_STATUS, REFUSALS, Refusal, ServiceClosed, nearest
+from recserve.service.errors import (
+    INVALID_STATUS,
+    REFUSALS,
+    CatalogBehind,
+    CatalogConflict,
+    CatalogLost,
+    Refusal,
+    ServiceClosed,
+    nearest,
+)
 
 Header = tuple[bytes, bytes]
 
@@ -87,6 +96,10 @@ class NotReady(RuntimeError):
     """The server is loading, is draining or has failed."""
 
 
+class NotShared(RuntimeError):
+    """The change would reach one of several servers only."""
+
+
 class SwapConflict(RuntimeError):
     """The bundle cannot be replaced now: a replacement runs, or there is no previous bundle."""
 
@@ -127,6 +140,7 @@ TABLE: dict[type[Exception], Row] = {
     UnknownBundle: Row(404, "not_found_error", "unknown_bundle", "not_found"),
     RequestTimeout: Row(408, "timeout_error", "request_timeout", "request_timeout"),
     SwapConflict: Row(409, "conflict_error", "bundle_conflict", "invalid"),
+    CatalogLost: Row(409, "conflict_error", "catalog_version_lost", "invalid"),
     BodyTooLarge: Row(413, "invalid_request_error", "body_too_large", "invalid"),
     EncodedBody: Row(415, "invalid_request_error", "unsupported_encoding", "invalid"),
     QueueFull: Row(429, "overloaded_error", "queue_full", "queue_full"),
@@ -163,6 +177,17 @@ TABLE: dict[type[Exception], Row] = {
         "features_down",
         "items cannot be changed now: another process changes them, or the disk refuses writes",
     ),
+    LogUnavailable: Row(
+        503,
+        "unavailable_error",
+        "catalog_unavailable",
+        "features_down",
+        "items cannot be changed now: the log of changes in Redis does not answer. The change may "
+        "be stored; it is safe to send it again",
+    ),
+    NotShared: Row(503, "unavailable_error", "items_read_only", "features_down"),
+    CatalogBehind: Row(503, "unavailable_error", "catalog_behind", "not_ready"),
+    CatalogConflict: Row(503, "unavailable_error", "catalog_conflict", "not_ready"),
     ExperimentNotSaved: Row(503, "unavailable_error", "experiment_not_saved", "features_down"),
     DeadlineExceeded: Row(504, "timeout_error", "deadline_exceeded", "deadline"),
 }

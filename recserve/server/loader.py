@@ -11,6 +11,7 @@ from recserve.engine.kv_cache import DEFAULT_BYTES
 from recserve.service import Service, ServiceOptions
 from recserve.service.effects import Effects
 from recserve.service.model_loader import resolve_device
+from recserve.service.options import CatalogLogOptions
 from recserve.service.replacement import check_successor, open_successor
 from recserve.service.text.loader import LoadedText, TextSettings, load_text, open_drafters
 
@@ -110,4 +111,10 @@ class ServiceLoader:
             event_kinds=config.event_kinds,
             effects=self.effects,
             popular_half_life_s=config.popular_half_life_s,
+            catalog_log=CatalogLogOptions(
+                config.catalog_log,
+                config.catalog_name,
+                config.catalog_stale_ms,
+                config.catalog_wait_replicas,
+            ),
         )

@@ -29,9 +29,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from recserve.config import ServerConfig, is_loopback
 from recserve.cores import short_waits
-from recserve.features.catalog.catalog_log import JournalError
 from recserve.server.app import create_app
 from recserve.server.context import context_of
+from recserve.server.errors import NotShared
 from recserve.server.lifecycle import Lifecycle
 from recserve.server.loader import ServiceLoader
 
@@ -122,14 +122,21 @@ class ReplicaOptions(BaseModel):
 class SharedChangesOnly:
     """ASGI middleware that refuses changes which would reach one replica only."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, shared_catalog: bool) -> None:
         self.app = app
+        self.shared_catalog = shared_catalog
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on. Raises JournalError for a change of the catalogue."""
+        """Passes a request on. Raises NotShared for a change that other replicas do not see."""
         operation = context_of(scope).operation if scope["type"] == "http" else None
         if operation is not None and operation.per_process:
-            raise JournalError("replicas share one catalogue: deploy a new bundle instead")
+            if not operation.items:
+                raise NotShared("this changes one replica only: deploy the change to all of them")
+            if not self.shared_catalog:
+                raise NotShared(
+                    "this changes the items of one replica only: set catalog_log to redis, so that "
+                    "replicas share one catalogue"
+                )
         await self.app(scope, receive, send)
 
 
@@ -144,7 +151,8 @@ class Replica:
         """Loads the models; Ray sends requests when this has returned."""
         config = self._options.config_behind_proxy()
         app = create_app(config, ServiceLoader(config).first())
-        app.user_middleware.append(Middleware(SharedChangesOnly))
+        shared = config.catalog_log != "file"
+        app.user_middleware.append(Middleware(SharedChangesOnly, shared_catalog=shared))
         self._lifecycle: Lifecycle = app.state.lifecycle
         return app
 

@@ -51,6 +51,8 @@ class Handler:
         arguments: dict[str, Any] = {
             name: check_utf8(name, context.parameters[name]) for name in operation.parameters
         }
+        if context.state.shared_catalog:
+            await context.await_named_version()
         if self.read is not None:
             arguments["body"] = await self.read(context)
         if operation.query is not None:

@@ -27,6 +27,18 @@ class UnknownVersion(LookupError):
     """The catalogue version does not exist or is no longer in the archive."""
 
 
+class CatalogBehind(RuntimeError):
+    """This server does not have the catalogue version that the request names yet."""
+
+
+class CatalogLost(RuntimeError):
+    """The log of changes has lost the catalogue version that the request names."""
+
+
+class CatalogConflict(RuntimeError):
+    """Other servers changed items at the same time, again and again."""
+
+
 class UnknownModel(LookupError):
     """The server has no model of this name or kind."""
 

@@ -9,6 +9,10 @@ A change takes this way:
     publish   the models get the new rows, then requests get the new snapshot
     fold      a thread makes new bases once many items have been inserted
 
+Several servers may share one log of changes. Then a change goes behind all that the log has. If
+another server was faster, this one applies its change and makes its own anew. What comes from the
+log is applied by `catch_up`, at the start and later.
+
 Time changes the catalogue too. A snapshot knows until when it holds, and the first request after
 that publishes the next one (`current`).
 """
@@ -17,14 +21,16 @@ from __future__ import annotations
 
 import datetime
 import logging
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,7 +41,16 @@ from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog import item_keys
-from recserve.features.catalog.catalog_log import CatalogLog, JournalError
+from recserve.features.catalog.catalog_log import (
+    Appended,
+    AppendUncertain,
+    CatalogLog,
+    JournalError,
+    LogUnavailable,
+    PositionLost,
+    PositionTaken,
+    SharedLog,
+)
 from recserve.features.catalog.filters import CATEGORIES
 from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.new_items import IdAssigner, NewVectors
@@ -44,6 +59,7 @@ from recserve.features.catalog.versions import (
     CatalogVersion,
     ChangeSet,
     ItemChange,
+    VersionName,
     apply_changes,
     compact_log,
     difference,
@@ -72,7 +88,8 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.validation import converted
 from recserve.search.device_index import DeviceIndex
-from recserve.service.errors import UnknownItem, UnknownVersion
+from recserve.service.catalog_follower import CatalogFollower
+from recserve.service.errors import CatalogBehind, CatalogConflict, UnknownItem, UnknownVersion
 from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.snapshot import POPULAR, Snapshot
 
@@ -87,7 +104,17 @@ MAX_SCANNED = 20_000
 MAX_NEWEST = 32
 MAX_OLDER = 120
 MIN_INTERVAL_S = 60.0
+# A change takes the next position of a shared log so often, until other servers were always faster.
+MAX_ATTEMPTS = 16
+SETTLE_S, SETTLE_PAUSE_S = 2.0, 0.05  # to find out whether a change is stored
+MIN_LOGGED = 1000  # changes in a shared log before a snapshot replaces some
+MAX_LOGGED = 100_000  # from so many on, only the newest versions stay in the log
 SAVE_COUNTS_S = 60.0  # a crash loses the counts of events of so many seconds
+MIN_VERSION = "min_catalog_version"
+UNKNOWN_REPLICAS = (
+    "Redis has the change, but its reply was lost. It is not known whether a replica of Redis has "
+    "the change too; if none has, a failover can lose it"
+)
 ITEM_FIELDS = frozenset(ItemInput.__struct_fields__)
 
 
@@ -99,7 +126,8 @@ class LiveCatalog:
     Attributes:
         clock: Returns the present time in microseconds since 1970.
         models: Networks that get a row for every new item.
-        journal: Journal of the changes; None keeps the changes in memory only.
+        journal: Log of the changes; None keeps the changes in memory only.
+        follower: Follows the log, if other servers write it too; else None.
         successor: Live catalogue of the service that replaces this one. It gets the changes that
             arrive after the replacement. None before that.
         recent: Ids of the items that have changed since this service began to answer.
@@ -114,6 +142,7 @@ class LiveCatalog:
         engine: Engine,
         snapshot: Snapshot,
         journal: CatalogLog | None,
+        stale_s: float = 5.0,
     ) -> None:
         """Starts with the items of the bundle.
 
@@ -122,7 +151,8 @@ class LiveCatalog:
             models: Its networks.
             engine: Captures searches over a new base trie, if it uses CUDA graphs.
             snapshot: The bundle's own catalogue.
-            journal: Journal of the changes; None keeps the changes in memory only.
+            journal: Log of the changes; None keeps the changes in memory only.
+            stale_s: Time without a log of several servers after which answers say so.
         """
         self.clock: Callable[[], int] = lambda: time.time_ns() // 1000
         self.models = models
@@ -143,7 +173,14 @@ class LiveCatalog:
         self._counts_changed = False
         self._archive = _VersionArchive(snapshot.items, snapshot.base_trie)
         self._folding: threading.Thread | None = None
+        self._condensing: threading.Thread | None = None
         self._lineage = 0
+        self._shared: SharedLog | None = None
+        self.follower: CatalogFollower | None = None
+        if journal is not None and journal.shared:
+            self._shared = cast(SharedLog, journal)
+            items = self._current.items
+            self.follower = CatalogFollower(self._shared, stale_s, self.catch_up, items)
 
     @property
     def current(self) -> Snapshot:
@@ -159,21 +196,79 @@ class LiveCatalog:
             return snapshot
 
     def replay(self) -> None:
-        """Applies the change sets of the journal. Raises JournalError."""
-        change_sets = [] if self.journal is None else self.journal.read()
-        if self.journal is None or not change_sets:
+        """Applies the change sets of the log, and follows a shared one. Raises JournalError."""
+        if self.follower is not None:
+            self.catch_up()
+            self.follower.start()
             return
-        first = self.current
-        items = first.items
-        for change_set in change_sets:
+        change_sets = [] if self.journal is None else self.journal.read()
+        if change_sets:
+            self._apply(change_sets)
+            log.info("replayed %d change sets of items", len(change_sets))
+
+    def catch_up(self) -> None:
+        """Applies what other servers have stored in a shared log.
+
+        Raises:
+            JournalError: If the log is damaged or cannot be read.
+        """
+        with self._lock:
+            if self.follower is not None and not self.follower.closing:
+                self._catch_up()
+
+    def reaches(self, name: str) -> Future[None] | None:
+        """Returns what ends when the catalogue contains a version; None if it does now.
+
+        Args:
+            name: The version, as a response names it. One of another bundle counts as contained,
+                unless servers of both share a log.
+
+        Raises:
+            InvalidRequest: If it is no name of a version.
+            CatalogBehind: If the version is later, and no other server could store it.
+            CatalogLost: If a shared log has lost it.
+        """
+        version = VersionName.parse(name)
+        if version is None:
+            raise InvalidRequest(
+                MIN_VERSION, f"expected a catalog_version of a response, got {name[:80]!r}"
+            )
+        if self.follower is not None:
+            return self.follower.wait_for(version)
+        items = self.current.items
+        if version.bundle == items.base.version and version.number > items.number:
+            raise CatalogBehind(
+                f"this server has catalogue version {items.name}, not {name[:80]}; other servers' "
+                "changes come with catalog_log=redis"
+            )
+        return None
+
+    def await_version(self, name: str, deadline_s: float | None) -> None:
+        """Waits until the catalogue contains a version.
+
+        Args:
+            name: The version, as in `reaches`.
+            deadline_s: time.monotonic() value of the deadline; None means no deadline.
+
+        Raises:
+            CatalogBehind: If the deadline passes before.
+            Exception: As in `reaches`.
+        """
+        reached = self.reaches(name)
+        if reached is not None:
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             try:
-                items = apply_changes(items, restore_changes(change_set, items.log.schema))
-            except ValueError as error:
-                raise JournalError(f"{self.journal.name}: {error}") from error
-            self._archive.add(items, first.base_trie)
-        self._publish(items, first.base_trie, first.index)
-        log.info("replayed %d change sets of items", len(change_sets))
-        self._fold_if_large()
+                reached.result(left_s)
+            except TimeoutError:
+                reached.cancel()
+                raise self.behind(name) from None
+
+    def behind(self, name: str) -> CatalogBehind:
+        """Returns the error of a request that has waited for a version in vain."""
+        return CatalogBehind(
+            f"this server has catalogue version {self.current.items.name}, and {name[:80]} has not "
+            "arrived within the deadline"
+        )
 
     def get(self, item_id: str) -> ItemResponse:
         """Returns one item of the current version, whatever its times. Raises UnknownItem."""
@@ -246,11 +341,12 @@ class LiveCatalog:
             UnknownItem: If the catalogue does not have one of them, without `unknown`.
             JournalError: If the journal cannot be written.
         """
-        return self._write(lambda catalog: catalog._hide(item_ids, unknown))
+        return self._write(lambda catalog: catalog._hide(item_ids, unknown))[0]
 
     def hide_item(self, item_id: str) -> HideItemResponse:
         """Removes an item from all answers. Raises as `hide`."""
-        return HideItemResponse(item_id=item_id, catalog_version=self.hide(item_id))
+        name, warning = self._write(lambda catalog: catalog._hide((item_id,), False))
+        return HideItemResponse(item_id=item_id, catalog_version=name, warning=warning or UNSET)
 
     def rollback(self, body: RollbackRequest) -> RollbackResponse:
         """Publishes a new version with the items of an earlier one.
@@ -325,9 +421,12 @@ class LiveCatalog:
         return self._tools
 
     def close(self) -> None:
-        """Waits for a fold, saves the counts, then releases the journal for other processes."""
-        if self._folding is not None:
-            self._folding.join()
+        """Waits for a fold, saves the counts, then releases the log for other processes."""
+        if self.follower is not None:
+            self.follower.close()
+        for thread in (self._folding, self._condensing):
+            if thread is not None:
+                thread.join()
         self._save_counts()
         if self.journal is not None:
             self.journal.close()
@@ -414,11 +513,19 @@ class LiveCatalog:
         return self.successor._write(change)
 
     def _put(self, body: ItemsRequest, added_at: Mapping[str, int | None]) -> ItemsResponse:
-        before = self.current
-        request = _PutRequest(before, self.open_tools(), self.clock(), added_at)
-        changes = request.read(body.items)
-        if changes:
-            self._commit(ChangeSet(before.items.number + 1, changes=tuple(changes)))
+        tools, now_us = self.open_tools(), self.clock()
+        made: dict[str, _MadeVector] = {}
+        request, changes, before = None, list[ItemChange](), self.current
+
+        def make(current: Snapshot) -> ChangeSet | None:
+            nonlocal request, changes, before
+            before = current
+            request = _PutRequest(current, tools, now_us, added_at, made)
+            changes = request.read(body.items)
+            return ChangeSet(current.items.number + 1, changes=tuple(changes)) if changes else None
+
+        warning = self._commit(make)
+        assert request is not None
         updated = sum(row >= 0 for row in before.rows.get_many(c.record.item_id for c in changes))
         return ItemsResponse(
             catalog_version=self.current.items.name,
@@ -426,38 +533,202 @@ class LiveCatalog:
             updated=updated,
             rejected=sorted(request.rejected, key=lambda one: one.index),
             degraded=sorted(request.degraded, key=lambda one: one.index),
+            warning=warning or UNSET,
         )
 
-    def _hide(self, item_ids: tuple[str, ...], unknown: bool) -> str:
-        items = self.current.items
-        for item_id in item_ids:
-            if items.visible.get(item_id) < 0 and not unknown:
-                raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
-        self._commit(ChangeSet(items.number + 1, hidden=item_ids))
-        return self.current.items.name
+    def _hide(self, item_ids: tuple[str, ...], unknown: bool) -> tuple[str, str]:
+        """Returns the name of the version without the items, and the warning of the log."""
+
+        def make(current: Snapshot) -> ChangeSet:
+            items = current.items
+            for item_id in item_ids:
+                if items.visible.get(item_id) < 0 and not unknown:
+                    raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
+            return ChangeSet(items.number + 1, hidden=item_ids)
+
+        warning = self._commit(make)
+        return self.current.items.name, warning
 
     def _roll_back(self, name: str) -> RollbackResponse:
+        if self._shared is not None:
+            return self._roll_back_all(name)
         archived, current = self._archive.get(name), self.current.items
         items = restore_version(archived.items, current, current.number + 1)
         self.recent |= difference(current).item_ids | difference(items).item_ids
         self._restore(items, archived.base_trie)
         return RollbackResponse(catalog_version=items.name, restored=name)
 
-    def _commit(self, change_set: ChangeSet) -> None:
-        """Writes a change set to the journal, then publishes it."""
-        if self.journal is not None:
-            self.journal.append(change_set)
-        before = self.current
-        items = apply_changes(before.items, change_set)
-        self.recent |= change_set.item_ids
-        self._publish(items, before.base_trie, before.index)
+    def _roll_back_all(self, name: str) -> RollbackResponse:
+        """Stores the difference of an earlier version to the bundle, which all servers apply."""
+
+        def make(current: Snapshot) -> ChangeSet:
+            changed = difference(self._archive.get(name).items)
+            return ChangeSet(current.items.number + 1, changed.changes, changed.hidden, whole=True)
+
+        warning = self._commit(make)
+        return RollbackResponse(
+            catalog_version=self.current.items.name, restored=name, warning=warning or UNSET
+        )
+
+    def _commit(self, make: Callable[[Snapshot], ChangeSet | None]) -> str:
+        """Writes a change set to the log, then publishes it. Returns the log's warning or "".
+
+        Args:
+            make: Returns the change set for the current snapshot, or None if there is no change.
+                It is called again after each change of another server that came before.
+
+        Raises:
+            CatalogConflict: If other servers were faster each time.
+            JournalError: If the log cannot be written.
+            Exception: What `make` raises.
+        """
+        shared = self._shared
+        if shared is None:
+            change_set = make(self.current)
+            if change_set is None:
+                return ""
+            if self.journal is not None:
+                self.journal.append(change_set)
+            self.recent |= change_set.item_ids
+            self._apply([change_set])
+            return ""
+        assert self.follower is not None
+        if self.follower.stale:
+            self._catch_up()
+        writer = secrets.token_hex(8)
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                change_set = make(self.current)
+            except LookupError:  # another server may have stored what this one does not know
+                if not self._catch_up():
+                    raise
+                continue
+            if change_set is None:
+                return ""
+            try:
+                stored = shared.append(replace(change_set, writer=writer))
+            except PositionTaken:
+                self.follower.conflicts += 1
+                self._catch_up()
+            except AppendUncertain as error:
+                if any(each.writer == writer for each in self._settle(error)):
+                    return UNKNOWN_REPLICAS if shared.wait_replicas else ""
+            else:
+                self._apply_appended(stored)
+                return stored.warning
+        raise CatalogConflict(
+            f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
+        )
+
+    def _apply_appended(self, stored: Appended) -> None:
+        """Applies what this server has stored in a shared log."""
+        assert self.follower is not None
+        self._apply([stored.change_set])
+        self.follower.reached(self.current.items)
+        self._condense_if_long()
+
+    def _settle(self, uncertain: AppendUncertain) -> list[ChangeSet]:
+        """Reads a shared log that has not answered to a change. Raises the error if it cannot."""
+        until_s = time.monotonic() + SETTLE_S
+        while True:
+            try:
+                return self._catch_up()
+            except LogUnavailable:
+                if time.monotonic() > until_s:
+                    raise uncertain from None
+                time.sleep(SETTLE_PAUSE_S)
+
+    def _catch_up(self) -> list[ChangeSet]:
+        """Applies and returns what a shared log has behind the current version."""
+        shared, follower, items = self._shared, self.follower, self.current.items
+        assert shared is not None and follower is not None
+        lost = False
+        try:
+            found = shared.read(items.number + 1, items.epoch)
+        except PositionLost as error:
+            found, lost = shared.read(), True
+            follower.losses += 1
+            log.error(
+                "%s; the catalogue goes on from position %d",
+                error,
+                found[-1].number if found else 0,
+            )
+        if lost:
+            self._archive.clear()
+            base = self._archive.bundle
+            self._lineage += 1
+            if not found:
+                self._publish(restore_version(base.items, items, 0), base.base_trie)
+            else:
+                found[0] = replace(found[0], whole=True)
+        if found:
+            self._apply(found)
+            log.debug("applied %d change sets of items", len(found))
+        self._archive.start_at(shared.start)
+        follower.reached(self.current.items)
+        return found
+
+    def _apply(self, change_sets: Sequence[ChangeSet]) -> None:
+        """Applies stored change sets in order, then publishes the last version.
+
+        Raises:
+            JournalError: If one does not fit the version before it. Those before it are applied.
+        """
+        first, bundle = self.current, self._archive.bundle
+        items, base_trie, lineage = first.items, first.base_trie, self._lineage
+        applied, damage = items, None
+        for change_set in change_sets:
+            parts: Sequence[ChangeSet] = (change_set,)
+            base = base_trie
+            if change_set.whole:
+                items = restore_version(bundle.items, items, change_set.number)
+                parts, base = change_set.split(), bundle.base_trie
+            try:
+                for part in parts:
+                    items = apply_changes(items, restore_changes(part, items.log.schema))
+            except ValueError as error:
+                where = "memory" if self.journal is None else self.journal.name
+                damage = JournalError(f"{where}: position {change_set.number} is damaged ({error})")
+                items = restore_version(applied, items, applied.number)
+                break
+            lineage += change_set.whole
+            applied, base_trie = items, base
+            self._archive.add(items, base_trie)
+        self._lineage = lineage
+        self._publish(items, base_trie)
         self._fold_if_large()
+        if damage is not None:
+            raise damage
+
+    def _condense_if_long(self) -> None:
+        """Lets a thread replace the beginning of a shared log by a snapshot, if it pays."""
+        shared, items = self._shared, self.current.items
+        assert shared is not None
+        held = len(items.record_rows) + items.removed_rows.size
+        busy = self._condensing is not None and self._condensing.is_alive()
+        if busy or shared.num_changes <= MIN_LOGGED + held:
+            return
+        version = self._archive.oldest(recent=shared.num_changes > MAX_LOGGED + held)
+        if version.number <= shared.start:
+            return
+        self._condensing = threading.Thread(
+            target=self._condense, args=(version,), name="condense-log", daemon=True
+        )
+        self._condensing.start()
+
+    def _condense(self, version: CatalogVersion) -> None:
+        """Replaces a shared log up to a version by its difference to the bundle."""
+        assert self._shared is not None
+        try:
+            self._shared.replace(difference(version).split())
+        except JournalError as error:
+            log.warning("the log of changes is not shortened: %s", error)
 
     def _restore(self, items: CatalogVersion, base_trie: Trie) -> None:
         """Publishes a version that does not descend from the current one."""
         self._condense_journal(items)
         self._lineage += 1
-        self._publish(items, base_trie, self.current.index)
+        self._publish(items, base_trie)
         self._capture_on_a_thread()
 
     def _condense_journal(self, items: CatalogVersion) -> None:
@@ -466,15 +737,19 @@ class LiveCatalog:
             self.journal.replace(difference(items).split())
 
     def _publish(
-        self, items: CatalogVersion, base_trie: Trie, index: VersionIndex | DeviceIndex | None
+        self,
+        items: CatalogVersion,
+        base_trie: Trie,
+        index: VersionIndex | DeviceIndex | None = None,
     ) -> None:
         """Updates the models, then publishes the version that needs them.
 
         Args:
             items: The version.
             base_trie: Base trie of this version or of an earlier one.
-            index: Retriever index of this version or of an earlier one; None without a retriever.
+            index: New retriever index of the version; None means the present one, if there is one.
         """
+        index = self._current.index if index is None else index
         self._append_rows(items)
         ranking = None if self._ranking is None else self._ranking.at(items)
         if index is not None:
@@ -547,7 +822,9 @@ class LiveCatalog:
                 items = compact_log(items)
             self._publish(items, trie, index)
             held = len(items.record_rows) + items.removed_rows.size
-            if self.journal is not None and self.journal.num_changes > 2 * held:
+            if self.journal is None or self.journal.shared:
+                return
+            if self.journal.num_changes > 2 * held:
                 self._condense_journal(items)
 
 
@@ -623,6 +900,21 @@ class _PendingChange:
     codes: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class _MadeVector:
+    """A vector that was made for a new item without an embedding.
+
+    Attributes:
+        record: The item's record, from which it was made.
+        vector: [F] the vector.
+        reason: Why it is approximate; empty if it is not.
+    """
+
+    record: ItemRecord
+    vector: np.ndarray
+    reason: str
+
+
 class _PutRequest:
     """Turns the items of a PUT request into changes; each item is validated on its own.
 
@@ -634,6 +926,7 @@ class _PutRequest:
         added_at: Times of addition of items that another catalogue had before, by id.
         rejected: Items that the request cannot change, with the reason.
         degraded: Items that got an approximate vector, with the reason.
+        made: Vectors of new items, by id. They stay when the request is read again.
     """
 
     def __init__(
@@ -642,11 +935,13 @@ class _PutRequest:
         tools: tuple[NewVectors, IdAssigner] | None,
         now_us: int,
         added_at: Mapping[str, int | None],
+        made: dict[str, _MadeVector],
     ) -> None:
         self.snapshot = snapshot
         self.tools = tools
         self.now_us = now_us
         self.added_at = added_at
+        self.made = made
         self.rejected: list[Rejection] = []
         self.degraded: list[Rejection] = []
         self._changes: dict[str, _PendingChange] = {}
@@ -746,7 +1041,11 @@ class _PutRequest:
         items, new = self.snapshot.items, list[_PendingChange]()
         for change in self._changes.values():
             if change.vector is None and change.row < 0:
-                new.append(change)
+                earlier = self.made.get(change.record.item_id)
+                if earlier is not None and earlier.record == change.record:
+                    self._take_vector(change, earlier)
+                else:
+                    new.append(change)
             elif change.vector is None and self._has_lost_id(change.row):
                 change.vector = np.asarray(items.vectors[change.row])
         if not new or self.tools is None:
@@ -756,14 +1055,20 @@ class _PutRequest:
         made = None if content is None else makes.of_content(content)
         for number, change in enumerate(new):
             if made is not None and content is not None and content[number].any():
-                change.vector = made[number]
-                continue
-            vector = makes.of_categories(change.record.categories, self._rows_of_path)
-            reason = "no embedding and no known word; its vector comes from its categories only"
-            if not vector.any():
-                reason = "no embedding, known word or category; its position is arbitrary"
-            change.vector = vector
-            self.degraded.append(Rejection(index=change.index, reason=reason))
+                vector, reason = made[number], ""
+            else:
+                vector = makes.of_categories(change.record.categories, self._rows_of_path)
+                reason = "no embedding and no known word; its vector comes from its categories only"
+                if not vector.any():
+                    reason = "no embedding, known word or category; its position is arbitrary"
+            self._take_vector(change, _MadeVector(change.record, vector, reason))
+
+    def _take_vector(self, change: _PendingChange, made: _MadeVector) -> None:
+        """Gives a made vector to a new item."""
+        self.made[change.record.item_id] = made
+        change.vector = made.vector
+        if made.reason:
+            self.degraded.append(Rejection(index=change.index, reason=made.reason))
 
     def _assign_ids(self) -> None:
         """Gives a semantic id to each item with a new vector, or rejects the item."""
@@ -817,7 +1122,8 @@ class _ArchivedVersion:
     Attributes:
         items: The version.
         base_trie: Base trie of this version or of an earlier one.
-        since_s: Clock value at which the version was published.
+        since_s: Time at which a log of several servers stored the version, so that all of them can
+            restore the same ones; else the clock value at which it was published.
     """
 
     items: CatalogVersion
@@ -833,7 +1139,8 @@ class _VersionArchive:
     - the version of the bundle, always;
     - the MAX_NEWEST newest versions;
     - at most MAX_OLDER earlier versions, published at least MIN_INTERVAL_S apart. They reach two
-      hours back when change sets arrive without a pause.
+      hours back when change sets arrive without a pause. Of a log of several servers it is the
+      first version in each MIN_INTERVAL_S of the clock, behind the snapshot of the log.
 
     A version stores only the changes since the bundle. An older version gives up what it does not
     share with later ones:
@@ -864,6 +1171,7 @@ class _VersionArchive:
         self.bundle = _ArchivedVersion(items, base_trie, now())
         self._newest: OrderedDict[str, _ArchivedVersion] = OrderedDict()
         self._older: OrderedDict[str, _ArchivedVersion] = OrderedDict()
+        self._left_s = 0.0  # time of the version that left the newest ones last
 
     def add(self, items: CatalogVersion, base_trie: Trie) -> None:
         """Adds the newest version, or replaces it after its base trie has changed.
@@ -872,11 +1180,11 @@ class _VersionArchive:
             items: The version.
             base_trie: Base trie of this version or of an earlier one.
         """
-        self._newest[items.name] = _ArchivedVersion(items, base_trie, self._now())
+        since_s = items.time_ms / 1e3 if items.epoch else self._now()
+        self._newest[items.name] = _ArchivedVersion(items, base_trie, since_s)
         while len(self._newest) > MAX_NEWEST:
             name, version = self._newest.popitem(last=False)
-            last = next(reversed(self._older.values()), self.bundle)
-            if version.since_s - last.since_s >= MIN_INTERVAL_S:
+            if self._stays(version):
                 items = self._compact(version.items)
                 self._older[name] = _ArchivedVersion(items, self.bundle.base_trie, version.since_s)
         while len(self._older) > MAX_OLDER:
@@ -897,17 +1205,49 @@ class _VersionArchive:
             f"catalog_version {name[:80]!r} is unavailable; {self._name_nearest(name)}"
         )
 
+    def _stays(self, version: _ArchivedVersion) -> bool:
+        """Whether a version stays when it leaves the newest ones.
+
+        Of a log of several servers, the first one in each interval of the clock stays. So all
+        servers have the same ones, wherever in the log they began.
+        """
+        before_s, self._left_s = self._left_s, version.since_s
+        if version.items.epoch:
+            return version.since_s // MIN_INTERVAL_S != before_s // MIN_INTERVAL_S
+        last = next(reversed(self._older.values()), self.bundle)
+        return version.since_s - last.since_s >= MIN_INTERVAL_S
+
+    def oldest(self, recent: bool) -> CatalogVersion:
+        """Returns the oldest version behind the bundle, or the oldest of the newest ones."""
+        versions = self._newest if recent or not self._older else self._older
+        return next(iter(versions.values()), self.bundle).items
+
+    def start_at(self, number: int) -> None:
+        """Drops what a server cannot restore that began with the snapshot of a version.
+
+        It has the version itself only while it is one of the newest ones.
+        """
+        for versions, first in ((self._older, number + 1), (self._newest, number)):
+            while versions and next(iter(versions.values())).items.number < first:
+                versions.popitem(last=False)
+
+    def clear(self) -> None:
+        """Drops all versions except that of the bundle."""
+        self._newest.clear()
+        self._older.clear()
+        self._left_s = 0.0
+
     def __len__(self) -> int:
         return len({self.bundle.items.name, *self._newest, *self._older})
 
     def _name_nearest(self, name: str) -> str:
         versions = [self.bundle, *self._older.values(), *self._newest.values()]
         versions.sort(key=lambda version: version.items.number)
-        bundle, _, last = name.rpartition(".")
-        if bundle != self.bundle.items.name or not (last.isascii() and last.isdigit()):
+        asked = VersionName.parse(name)
+        if asked is None or asked.bundle != self.bundle.items.name or not asked.number:
             oldest, newest = versions[0].items.name, versions[-1].items.name
             return f"there are {len(self)} versions, from {oldest} to {newest}"
-        number = int(last[:18])
+        number = asked.number
         before = [version for version in versions if version.items.number < number][-1:]
         after = [version for version in versions if version.items.number > number][:1]
         return "the nearest are " + " and ".join(v.items.name for v in before + after)

@@ -12,6 +12,27 @@ from recserve.service.effects import Effects
 from recserve.service.model_loader import Device, DTypeName
 from recserve.service.text.loader import LoadedText
 
+FILE, REDIS = "file", "redis"
+
+
+@dataclass(frozen=True)
+class CatalogLogOptions:
+    """Where changes of items are stored, and what follows if other servers store some there too.
+
+    Attributes:
+        place: `file`, the journal of one process; `redis`, the Redis of the history store; or the
+            URL of a Redis.
+        name: Name of the log in Redis. Servers of one name have one catalogue.
+        stale_ms: Time without Redis after which answers say `catalog_stale`.
+        wait_replicas: Replicas of Redis that shall have a change before it is acknowledged; None
+            means 1 for Sentinel and Cluster, else 0.
+    """
+
+    place: str = FILE
+    name: str = "items"
+    stale_ms: float = 5000.0
+    wait_replicas: int | None = None
+
 
 @dataclass(frozen=True)
 class ServiceOptions:
@@ -36,6 +57,7 @@ class ServiceOptions:
         event_kinds: Kinds of event types, before those that the bundle was built with.
         effects: What slates, events and deletions change beside their answers.
         popular_half_life_s: Time in seconds after which an event counts half in the list `popular`.
+        catalog_log: Where changes of items are stored.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -51,6 +73,7 @@ class ServiceOptions:
     event_kinds: EventKinds = EventKinds()
     effects: Effects = Effects()
     popular_half_life_s: float = HALF_LIFE_S
+    catalog_log: CatalogLogOptions = CatalogLogOptions()
 
     def __post_init__(self) -> None:
         if not 0 < self.popular_half_life_s < float("inf"):

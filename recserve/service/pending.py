@@ -152,6 +152,7 @@ class ItemCall(Generic[B]):
         deadline_s: time.monotonic() value of the deadline; None means no deadline.
         snapshot: The one catalogue version of the answer.
         watch: Stopwatch of the request.
+        degraded: What the answer says about the catalogue.
     """
 
     body: B
@@ -159,6 +160,7 @@ class ItemCall(Generic[B]):
     deadline_s: float | None
     snapshot: Snapshot
     watch: Stopwatch
+    degraded: tuple[str, ...] = ()
 
 
 class ItemService(ABC, Generic[B, A]):
@@ -192,6 +194,7 @@ class ItemService(ABC, Generic[B, A]):
         Raises:
             InvalidRequest: If the body does not match the catalogue or the models.
             QueueFull: If the queue of the engine is full.
+            CatalogBehind: If the catalogue does not contain `min_catalog_version` in time.
         """
         return self._prepare(body, request_id, deadline_s).submit(self._engine, client)
 
@@ -208,9 +211,14 @@ class ItemService(ABC, Generic[B, A]):
         check_num_values((self._num_items(body), len(body.fields)) for body in bodies)
 
     def _prepare(self, body: B, request_id: str | None, deadline_s: float | None) -> Prepared[A]:
-        watch, snapshot = Stopwatch(), self._catalog.current
+        catalog = self._catalog
+        if body.min_catalog_version is not None:
+            catalog.await_version(body.min_catalog_version, deadline_s)
+        follower = catalog.follower
+        stale = () if follower is None else follower.degraded
+        watch, snapshot = Stopwatch(), catalog.current
         return self._translate(
-            ItemCall(body, request_id or body.request_id, deadline_s, snapshot, watch)
+            ItemCall(body, request_id or body.request_id, deadline_s, snapshot, watch, stale)
         )
 
     @abstractmethod

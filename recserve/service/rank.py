@@ -114,7 +114,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
         if body.fields:
             check_fields(body.fields, snapshot.items)
         history = self._histories.read(body.user, body.history, snapshot)
-        degraded = list(history.degraded)
+        degraded = [*call.degraded, *history.degraded]
         if not history.rows.size:
             degraded.append("cold_start")
         candidates, rows, missing = _find_items(snapshot, body.candidates)

@@ -510,7 +510,7 @@ class SlateBuilder:
         self.allowed = allowed
         self.filter_hints = filter_hints
         self.list_name = plan.strategy if plan.strategy in LISTS else POPULAR
-        self.degraded = list(history.degraded)
+        self.degraded = [*call.degraded, *history.degraded]
         if plan.hurried:
             self.degraded.append("hurried")
         if plan.untrained:

@@ -208,12 +208,14 @@ def hand_over(
     carried, seen = CarriedItems(), None
     after.successor = new.histories.successor = None  # it may have been replaced before
     for _ in range(PASSES):
-        if seen is before.current.items:
-            break
+        if seen is before.current.items or after.follower is not None:
+            break  # a shared log needs no carrying
         seen = before.current.items
         carried += _carry(before, after, override)
     with before.pause_changes():
-        if seen is not before.current.items:
+        if after.follower is not None:
+            after.catch_up()
+        elif seen is not before.current.items:
             carried += _carry(before, after, override)
         if after.journal is None:  # both catalogues have one journal file
             after.journal, before.journal = before.journal, None

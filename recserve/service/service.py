@@ -27,10 +27,11 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.stats import EngineStats
+from recserve.features.catalog.catalog_log import CatalogLog
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.catalog.popularity import Popularity
 from recserve.features.history.history import HistoryStore, StoreOptions
-from recserve.features.history.stores import open_store
+from recserve.features.history.stores import open_store, split_ttl
 from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.state_files import counts_file, default_journal, default_store
 from recserve.kernels.native.processor import instruction_set
@@ -71,7 +72,7 @@ from recserve.service.model_loader import (
     model_fields,
     resolve_device,
 )
-from recserve.service.options import ServiceOptions
+from recserve.service.options import FILE, REDIS, ServiceOptions
 from recserve.service.pending import earlier_deadline
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.prewarm import Prewarm
@@ -190,8 +191,14 @@ class Service:
             bundle.check_unchanged()  # before names are written to the store
             types = _add_event_types(history_store, bundle, tables, options)
             catalog = LiveCatalog(
-                bundle, networks, engine, snapshot, _open_journal(bundle, journal, replaced)
+                bundle,
+                networks,
+                engine,
+                snapshot,
+                _open_log(bundle, options, url, journal, replaced),
+                options.catalog_log.stale_ms / 1e3,
             )
+            opened.callback(catalog.close)
             item_prefixes = ranker_prefixes = None
             if networks.recommender is not None:
                 item_prefixes = RecommenderPrefixBuilder(networks.recommender, place)
@@ -495,7 +502,9 @@ class Service:
             return Gauges()
         illegal = 0 if self._recommender is None else self._recommender.illegal_items
         context = 0 if self._text is None else self._text.model.context
-        return gauges_of(self.engine.stats(), illegal, context)
+        gauges = gauges_of(self.engine.stats(), illegal, context)
+        follower = None if self._catalog is None else self._catalog.follower
+        return gauges if follower is None else replace(gauges, catalog_log=follower.counts())
 
     def _check_open(self) -> None:
         if self._closed:
@@ -581,6 +590,28 @@ def _open_journal(bundle: Bundle, folder: Path, replaced: Service | None) -> Ite
     used = None if replaced is None else replaced.catalog.journal
     shared = isinstance(used, ItemJournal) and used.path.resolve() == journal.path.resolve()
     return None if shared else journal
+
+
+def _open_log(
+    bundle: Bundle, options: ServiceOptions, store: str, journal: Path, replaced: Service | None
+) -> CatalogLog | None:
+    """Returns the log of item changes, as in `_open_journal` if it is a file.
+
+    Raises:
+        ValueError: If the place of a shared log is no URL of Redis.
+        JournalError: If Redis does not answer.
+    """
+    wanted = options.catalog_log
+    if wanted.place == FILE:
+        return _open_journal(bundle, journal, replaced)
+    # Only servers that share their items need the package redis.
+    from recserve.features.catalog.redis_log import open_log
+
+    url = split_ttl(store)[0] if wanted.place == REDIS else wanted.place
+    try:
+        return open_log(url, bundle.catalog(), wanted.name, wanted.wait_replicas)
+    except ValueError as error:
+        raise ValueError(f"catalog_log: {error}") from None
 
 
 def _signer(options: ServiceOptions, replaced: Service | None) -> Signer:

@@ -145,6 +145,7 @@ class Snapshot:
             items.num_rows,
             torch.from_numpy(_join(items.removed_rows, timed)),
             self.trie,
+            torch.from_numpy(items.removed_rows[items.successors >= 0]),
         )
         return replace(
             self,
@@ -159,6 +160,9 @@ class Snapshot:
     def compact_trie(self) -> Trie:
         """Builds a trie of this version without insertions; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
+        superseded = self.items.removed_rows[self.items.successors >= len(self.catalog)]
+        gone = superseded[superseded >= len(self.catalog)]
+        rows = rows[torch.from_numpy(~are_among(rows.numpy(), gone))]
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
         sizes = self.catalog.semantic_ids.codebook_sizes
         return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)

@@ -28,7 +28,7 @@ class Base:
 
 
 def version(number):
-    return SimpleNamespace(name=f"v.{number}" if number else "v", number=number)
+    return SimpleNamespace(name=f"v.{number}" if number else "v", number=number, epoch=0)
 
 
 def filled(count, every_s):

@@ -6,8 +6,8 @@ The position of a change set is its number. Places that keep such a log: a file 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from recserve.features.catalog.versions import ChangeSet
 
@@ -24,8 +24,33 @@ class PositionLost(JournalError):
     """The log has lost a position that this process has applied; read it from the beginning."""
 
 
+class LogUnavailable(JournalError):
+    """The log does not answer."""
+
+
+class AppendUncertain(LogUnavailable):
+    """The log has not answered to a change set, which may be stored."""
+
+
+class Appended(NamedTuple):
+    """A change set that a log has stored.
+
+    Attributes:
+        change_set: The change set as every process reads it.
+        warning: What the log could not do for its safety; empty if it did all.
+    """
+
+    change_set: ChangeSet
+    warning: str = ""
+
+
 class CatalogLog(Protocol):
     """Keeps the change sets of one catalogue."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes write it meanwhile."""
+        ...
 
     @property
     def name(self) -> str:
@@ -34,23 +59,29 @@ class CatalogLog(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """Changed items in the part that this process has read or written."""
+        """Changed items in the log; of a shared one, behind its snapshot."""
         ...
 
-    def read(self, first: int = 0) -> list[ChangeSet]:
+    def read(self, first: int = 0, epoch: int = 0) -> list[ChangeSet]:
         """Returns the change sets from a position on, in order.
 
+        Args:
+            first: The position.
+            epoch: Epoch of the position before, which this process has applied; 0 of a file.
+
         Raises:
+            PositionLost: If the log does not have the position before any more.
             JournalError: If the log is damaged or cannot be read.
         """
         ...
 
-    def append(self, change_set: ChangeSet) -> None:
+    def append(self, change_set: ChangeSet) -> Appended:
         """Stores a change set behind the position before its own. It is safe on return.
 
         Raises:
-            JournalError: If it is not stored, because another process has changed the log or the
-                log cannot be written.
+            PositionTaken: If another process has stored one there.
+            AppendUncertain: If it may be stored, since the log does not answer.
+            JournalError: If it is not stored.
         """
         ...
 
@@ -83,3 +114,19 @@ class CatalogLog(Protocol):
     def close(self) -> None:
         """Releases the log."""
         ...
+
+
+class SharedLog(CatalogLog, Protocol):
+    """A log that several processes write.
+
+    Attributes:
+        start: Position of its snapshot; 0 without one. Read with the change sets, like the others.
+        end: Its last position.
+        begins: Last position before each epoch.
+        wait_replicas: Copies of the log that shall have a change before it is acknowledged.
+    """
+
+    wait_replicas: int
+    start: int
+    end: int
+    begins: Mapping[int, int]

@@ -18,9 +18,17 @@ from recserve.features.catalog.versions import ChangeSet, ItemChange
 TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
 
 
-def format_line(change_set: ChangeSet) -> bytes:
-    """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
+def format_line(change_set: ChangeSet, made_for: str = "") -> bytes:
+    """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON.
+
+    Args:
+        change_set: The change set.
+        made_for: Version of the bundle's catalogue to which its vectors and semantic ids belong;
+            empty in a file that has the version in its name.
+    """
     fields: dict[str, Any] = {"number": change_set.number}
+    if made_for:
+        fields["made_for"] = made_for
     if change_set.changes:
         fields["put"] = [_change_fields(change) for change in change_set.changes]
     if change_set.hidden:
@@ -47,8 +55,12 @@ def _change_fields(change: ItemChange) -> dict[str, Any]:
     return fields
 
 
-def parse_line(line: bytes) -> ChangeSet:
-    """Parses a line without its end. Raises ValueError if it is damaged."""
+def parse_line(line: bytes) -> tuple[ChangeSet, str]:
+    """Parses a line without its end into a change set and its `made_for`.
+
+    Raises:
+        ValueError: If the line is damaged.
+    """
     text = line[9:]
     if int(line[:8], 16) != zlib.crc32(text):
         raise ValueError("the checksum differs")
@@ -56,7 +68,8 @@ def parse_line(line: bytes) -> ChangeSet:
         fields = json.loads(text)
         changes = tuple(_parse_change(one) for one in fields.get("put", ()))
         hidden, whole = tuple(fields.get("hide", ())), bool(fields.get("whole", False))
-        return ChangeSet(int(fields["number"]), changes, hidden, whole)
+        change_set = ChangeSet(int(fields["number"]), changes, hidden, whole)
+        return change_set, str(fields.get("made_for", ""))
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
 

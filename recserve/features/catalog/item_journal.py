@@ -13,9 +13,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
-from recserve.features.catalog.catalog_log import JournalError
+from recserve.features.catalog.catalog_log import Appended, JournalError
 from recserve.features.catalog.change_lines import format_line, parse_line
 from recserve.features.catalog.versions import ChangeSet
 
@@ -28,11 +28,13 @@ class ItemJournal:
         path: Path of the file, which need not exist.
         length: Bytes of the file that this process has read or written.
         num_changes: Changed items in these bytes.
+        shared: Always false: another process that writes it makes this one fail.
     """
 
     path: Path
     length: int = 0
     num_changes: int = 0
+    shared: ClassVar[bool] = False
     _file: IO[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -40,7 +42,7 @@ class ItemJournal:
         """Path of the file."""
         return str(self.path)
 
-    def read(self, first: int = 0) -> list[ChangeSet]:
+    def read(self, first: int = 0, epoch: int = 0) -> list[ChangeSet]:
         """Returns the change sets from a position on. Raises JournalError if one is damaged."""
         if not self.path.exists():
             return []
@@ -50,7 +52,7 @@ class ItemJournal:
             if number == len(lines) - 1:
                 break  # after the last line end: nothing, or a line that a crash cut short
             try:
-                change_sets.append(parse_line(line))
+                change_sets.append(parse_line(line)[0])
             except ValueError as error:
                 raise JournalError(
                     f"{self.path}: line {number + 1} is damaged ({error})"
@@ -59,7 +61,7 @@ class ItemJournal:
             self.num_changes += len(change_sets[-1])
         return [each for each in change_sets if each.number >= first]
 
-    def append(self, change_set: ChangeSet) -> None:
+    def append(self, change_set: ChangeSet) -> Appended:
         """Appends a change set and syncs it to disk.
 
         Raises:
@@ -76,6 +78,7 @@ class ItemJournal:
             raise JournalError(f"{self.path}: not writable ({error})") from error
         self.length += len(line)
         self.num_changes += len(change_set)
+        return Appended(change_set)
 
     def replace(self, change_sets: Sequence[ChangeSet]) -> None:
         """Replaces the whole file atomically.

@@ -2,7 +2,7 @@
 
 Three keys, all in one hash slot:
 
-    log        a stream; the change set of position N has the id N-0
+    log        a stream; the change set of position N has the id N-0, an epoch and a time
     snapshot   a hash: the change sets that replace all positions up to its own
     epochs     a hash: the server that has the log, the epoch, and where each epoch began
 
@@ -23,25 +23,35 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from recserve.features.catalog.catalog import Catalog
-from recserve.features.catalog.catalog_log import JournalError, PositionLost, PositionTaken
+from recserve.features.catalog.catalog_log import (
+    Appended,
+    AppendUncertain,
+    JournalError,
+    LogUnavailable,
+    PositionLost,
+    PositionTaken,
+)
 from recserve.features.catalog.change_lines import check_change_set, format_line, parse_line
 from recserve.features.catalog.versions import ChangeSet
-from recserve.features.redis_connection import FAILURES, describe
+from recserve.features.redis_connection import FAILURES, call_and_wait, connect, describe
 
 PREFIX = "recserve:items:"
 MAX_ENTRY_BYTES = 64 << 20
 MAX_SNAPSHOT_BYTES = 256 << 20
 PAGE_BYTES, PAGE = 16 << 20, 1000  # of one reply, which has one entry at least
+WAIT_REPLICAS_MS = 500
+REPLY_S, LONGEST_WAIT_S = 1.5, 2.0  # to wait for a reply, and for a change
 
 # KEYS: log, snapshot, epochs. The time of Redis in milliseconds makes epochs grow even after all
 # keys were lost.
 COMMON = """
 local function last()
   local entry = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
-  return entry and tonumber(string.match(entry[1], '^%d+')) or 0
+  if entry then return tonumber(string.match(entry[1], '^%d+')) end
+  return tonumber(redis.call('HGET', KEYS[2], 'position') or 0)
 end
 local function epoch()
   local server = string.match(redis.call('INFO', 'replication'), 'master_replid:(%w+)')
@@ -76,21 +86,27 @@ APPEND = (
     + """
 local now, id = epoch(), ARGV[2] .. '-0'
 local there = redis.call('XRANGE', KEYS[1], id, id)[1]
-if there and field(there, 'writer') == ARGV[3] then return now end
+if there and field(there, 'writer') == ARGV[3] then
+  return {field(there, 'epoch'), field(there, 'time')}
+end
 if ARGV[1] ~= now or last() + 1 ~= tonumber(ARGV[2]) then return false end
-redis.call('XADD', KEYS[1], id, 'epoch', now, 'writer', ARGV[3], 'line', ARGV[4])
-return now
+local time = redis.call('TIME')
+local ms = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
+redis.call(
+  'XADD', KEYS[1], id, 'epoch', now, 'time', ms, 'writer', ARGV[3], 'line', ARGV[4])
+return {now, ms}
 """
 )
 # ARGV: known epoch or '', last applied position, most bytes of an entry, of a reply, most entries.
-# Returns epoch, position and size of the snapshot if it is needed, and {id, epoch, line or size}.
+# Returns epoch, position and size of the snapshot if it is needed, {id, epoch, time, writer, line
+# or size} of each entry, position of the snapshot, and of the last entry.
 READ = (
     COMMON
     + """
 local now, position = epoch(), tonumber(ARGV[2])
 if ARGV[1] ~= '' and is_lost(ARGV[1], position, now) then return {now} end
-local snapshot = tonumber(redis.call('HGET', KEYS[2], 'position') or 0)
-local size = 0
+local start = tonumber(redis.call('HGET', KEYS[2], 'position') or 0)
+local snapshot, size = start, 0
 if snapshot > position then
   position, size = snapshot, redis.call('HSTRLEN', KEYS[2], 'lines')
 else
@@ -104,104 +120,144 @@ while #entries < tonumber(ARGV[5]) and bytes < tonumber(ARGV[4]) do
   local line = field(entry, 'line') or ''
   bytes = bytes + #line
   local kept = #line <= tonumber(ARGV[3]) and line or #line
-  entries[#entries + 1] = {entry[1], field(entry, 'epoch') or '', kept}
+  entries[#entries + 1] = {
+    entry[1], field(entry, 'epoch') or '', field(entry, 'time') or '',
+    field(entry, 'writer') or '', kept}
   from = '(' .. entry[1]
 end
-return {now, snapshot, size, entries}
+return {now, snapshot, size, entries, start, last()}
 """
 )
-# ARGV: known epoch, position, lines. The entry of the position stays: the stream needs an end.
+# ARGV: epoch and number of the position, its time, lines. The entry of the position stays: the
+# stream needs an end.
 SNAPSHOT = (
     COMMON
     + """
 local now = epoch()
 if is_lost(ARGV[1], tonumber(ARGV[2]), now) then return -1 end
 if tonumber(redis.call('HGET', KEYS[2], 'position') or 0) >= tonumber(ARGV[2]) then return 0 end
-redis.call('HSET', KEYS[2], 'position', ARGV[2], 'epoch', ARGV[1], 'lines', ARGV[3])
+redis.call(
+  'HSET', KEYS[2], 'position', ARGV[2], 'epoch', ARGV[1], 'time', ARGV[3], 'lines', ARGV[4])
 redis.call('XTRIM', KEYS[1], 'MINID', ARGV[2] .. '-0')
 return 1
 """
 )
 
 
+class OtherBundle(JournalError):
+    """The log holds changes of the catalogue of another bundle."""
+
+
 class RedisCatalogLog:
     """The log of one catalogue in Redis.
 
-    One thread reads and appends; another one may wait.
+    One thread reads and appends; another one may wait, and another one may replace.
 
     Attributes:
         name: Name of the log in messages.
-        num_changes: Changed items in the part that this process has read or written.
+        num_changes: Changed items behind the snapshot, as far as this process knows.
+        start: Position of the snapshot; 0 without one.
+        end: Last position.
+        begins: Last position before each epoch.
+        wait_replicas: Replicas of Redis that shall have a change before it is acknowledged.
+        shared: Always true.
     """
 
-    def __init__(self, client: Any, catalog: Catalog) -> None:
+    shared: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        client: Any,
+        catalog: Catalog,
+        name: str = "items",
+        *,
+        waiting: Any = None,
+        wait_replicas: int = 0,
+    ) -> None:
         """Calls nothing yet.
 
         Args:
             client: A client of `redis_connection.connect`. It may repeat a call that failed.
-                Its time limit of a reply is longer than the waits of `wait`.
             catalog: The bundle's catalogue, which the change sets must fit.
+            name: Name of the log. Processes that use one name have one log.
+            waiting: Another client for `wait`, whose time limit of a reply is longer than these
+                waits; None uses the first one.
+            wait_replicas: Replicas of Redis that shall have a change before it is acknowledged.
         """
-        self.num_changes = 0
+        self.num_changes = self.start = self.end = 0
+        self.begins: dict[int, int] = {}
         self._client, self._catalog = client, catalog
-        slot = f"{PREFIX}{{{catalog.version}}}"
+        self._waiting = client if waiting is None else waiting
+        self.wait_replicas = wait_replicas
+        slot = f"{PREFIX}{{{name}}}"
         self.name = f"redis {slot}"
         self._keys = [f"{slot}:log", f"{slot}:snapshot", f"{slot}:epochs"]
         self._append = client.register_script(APPEND)
         self._read = client.register_script(READ)
         self._snapshot = client.register_script(SNAPSHOT)
-        self._epoch = ""  # of the last position that was read or appended; empty before
+        self._epoch = ""  # of the log when it was read last; empty before
+        self._sizes: dict[int, int] = {}  # changed items by position, behind the snapshot
 
-    def read(self, first: int = 0) -> list[ChangeSet]:
+    def read(self, first: int = 0, epoch: int = 0) -> list[ChangeSet]:
         """Returns the change sets from a position on, in order.
 
         The first one is `whole` if a snapshot has replaced the position.
 
         Args:
-            first: The position. All positions before it have been read or appended before; after
-                `PositionLost` it is 0.
+            first: The position. After `PositionLost` it is 0.
+            epoch: Epoch of the position before, which this process has applied.
 
         Raises:
             PositionLost: If the log has lost a position before `first`.
             JournalError: If a change set is damaged, or Redis does not answer.
         """
         found, position = list[ChangeSet](), max(first - 1, 0)
-        epoch = self._epoch if position else ""
+        if not position:
+            self._sizes, self.num_changes = {}, 0
         while page := self._page(epoch, position):
-            epoch = str(page[-1].epoch)
-            position = page[-1].number
+            epoch, position = page[-1].epoch, page[-1].number
             found += page
-        self.num_changes = sum(map(len, found)) + (self.num_changes if first > 1 else 0)
         return found
 
-    def append(self, change_set: ChangeSet) -> None:
+    def append(self, change_set: ChangeSet) -> Appended:
         """Stores a change set behind the position before its own.
+
+        Args:
+            change_set: The change set. Its `writer` is the same if it is sent again.
 
         Raises:
             PositionTaken: If this process has not read all change sets before it.
-            JournalError: If the change set is too large, or Redis does not answer. In the second
-                case it may be stored: read the log before the next one.
+            AppendUncertain: If Redis does not answer. Read the log before the next one.
+            JournalError: If the change set is too large, or no process could read it.
         """
+        number = change_set.number
         if not self._epoch:
             raise PositionTaken(f"{self.name}: read the log before a change")
-        line = format_line(change_set)
+        line = format_line(change_set, self._catalog.version)
         if len(line) > MAX_ENTRY_BYTES:
             raise JournalError(
                 f"{self.name}: a change of {len(line)} bytes; expected at most {MAX_ENTRY_BYTES}. "
                 "Change fewer items in one call"
             )
-        writer = secrets.token_hex(8)
-        with self._failures():
-            reply = self._append(self._keys, [self._epoch, change_set.number, writer, line])
+        writer = change_set.writer or secrets.token_hex(8)
+        stored = self._parse(line, number, b"0", b"0", writer.encode())
+        arguments = [self._epoch, number, writer, line]
+        try:
+            with self._failures():
+                reply, warning = self._store(arguments)
+        except LogUnavailable as error:
+            raise AppendUncertain(f"{error}; the change may be stored") from error
         if reply is None:
-            raise PositionTaken(f"{self.name}: position {change_set.number} is taken")
-        self.num_changes += len(change_set)
+            raise PositionTaken(f"{self.name}: position {number} is taken")
+        self._count([stored])
+        self.end = number
+        return Appended(replace(stored, epoch=int(reply[0]), time_ms=int(reply[1])), warning)
 
     def wait(self, first: int, timeout_s: float) -> bool:
         """Waits for a change set at a position or behind it. Returns whether there is one."""
         block_ms = max(1, int(1e3 * timeout_s))
         with self._failures():
-            found = self._client.xread({self._keys[0]: f"{max(first - 1, 0)}-0"}, 1, block_ms)
+            found = self._waiting.xread({self._keys[0]: f"{max(first - 1, 0)}-0"}, 1, block_ms)
         return bool(found)
 
     def replace(self, change_sets: Sequence[ChangeSet]) -> None:
@@ -211,38 +267,56 @@ class RedisCatalogLog:
             PositionLost: If the log has lost the position.
             JournalError: If the snapshot is too large, or Redis does not answer.
         """
-        lines = b"".join(map(format_line, change_sets))
+        lines = b"".join(format_line(each, self._catalog.version) for each in change_sets)
         if len(lines) > MAX_SNAPSHOT_BYTES:
             raise JournalError(
                 f"{self.name}: a snapshot of {len(lines)} bytes; expected at most "
                 f"{MAX_SNAPSHOT_BYTES}"
             )
         last = change_sets[-1]
+        arguments = [last.epoch, last.number, last.time_ms, lines]
         with self._failures():
-            done = self._snapshot(self._keys, [self._epoch, last.number, lines])
+            done = self._snapshot(self._keys, arguments)
         if int(done) < 0:
             raise PositionLost(f"{self.name}: position {last.number} is lost")
-        if int(done):
-            self.num_changes = sum(map(len, change_sets))
 
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
+        self._waiting.close()
 
-    def _page(self, epoch: str, position: int) -> list[ChangeSet]:
+    def _store(self, arguments: list[Any]) -> tuple[Any, str]:
+        """Runs the script that appends. Returns its reply, and a warning about replicas or ""."""
+        wanted = self.wait_replicas
+        if not wanted:
+            return self._append(self._keys, arguments), ""
+        reply, num_stored = call_and_wait(
+            self._client, self._append, self._keys, arguments, wanted, WAIT_REPLICAS_MS
+        )
+        if reply is None or num_stored >= wanted:
+            return reply, ""
+        return reply, (
+            f"{num_stored} of {wanted} replicas of Redis have the change after "
+            f"{WAIT_REPLICAS_MS} ms, so a failover can lose it"
+        )
+
+    def _page(self, epoch: int, position: int) -> list[ChangeSet]:
         """Returns change sets behind a position that was applied in an epoch; empty at the end."""
         limits = [MAX_ENTRY_BYTES, PAGE_BYTES, PAGE]
         with self._failures():
-            reply = self._read(self._keys, [epoch, position, *limits])
+            reply = self._read(self._keys, [epoch if position else "", position, *limits])
         if len(reply) == 1:
             self._epoch = ""
+            self._read_epochs()
             raise PositionLost(f"{self.name}: position {position} of epoch {epoch} is lost")
-        self._epoch = reply[0].decode()
+        now = reply[0].decode()
+        if now != self._epoch:
+            self._read_epochs()
         page = self._read_snapshot(int(reply[1]), int(reply[2])) if reply[1] else []
         if reply[1] and not page:  # another one has replaced it meanwhile
             return self._page(epoch, position)
         expected = page[-1].number if page else position
-        for entry_id, made_in, line in reply[3]:
+        for entry_id, made_in, time_ms, writer, line in reply[3]:
             expected += 1
             if entry_id != b"%d-0" % expected:
                 shown = ascii(entry_id[:40].decode("latin-1"))
@@ -252,8 +326,30 @@ class RedisCatalogLog:
                     f"{self.name}: position {expected} has {line} bytes; expected at most "
                     f"{MAX_ENTRY_BYTES}"
                 )
-            page.append(self._parse(line, expected, made_in))
+            page.append(self._parse(line, expected, made_in, time_ms, writer))
+        self._epoch, self.start, self.end = now, int(reply[4]), int(reply[5])
+        self._count(page)
         return page
+
+    def _count(self, change_sets: Sequence[ChangeSet]) -> None:
+        """Counts change sets, without those up to the snapshot."""
+        for each in change_sets:
+            if each.number > self.start:
+                self._sizes[each.number] = len(each)
+                self.num_changes += len(each)
+        while self._sizes and (first := next(iter(self._sizes))) <= self.start:
+            self.num_changes -= self._sizes.pop(first)
+
+    def _read_epochs(self) -> None:
+        """Reads where each epoch began."""
+        with self._failures():
+            fields = self._client.hgetall(self._keys[2])
+        since = b"since:"
+        self.begins = {
+            int(name.removeprefix(since)): int(position)
+            for name, position in fields.items()
+            if name.startswith(since)
+        }
 
     def _read_snapshot(self, position: int, size: int) -> list[ChangeSet]:
         """Returns the parts of the snapshot of a position; none if there is a later one."""
@@ -263,30 +359,74 @@ class RedisCatalogLog:
                 f"most {MAX_SNAPSHOT_BYTES}"
             )
         with self._failures():
-            number, made_in, lines = self._client.hmget(
-                self._keys[1], ("position", "epoch", "lines")
+            number, made_in, time_ms, lines = self._client.hmget(
+                self._keys[1], ("position", "epoch", "time", "lines")
             )
         if number != b"%d" % position:
             return []
         stored = (lines or b"").removesuffix(b"\n").split(b"\n")
-        parts = [self._parse(line, position, made_in) for line in stored]
+        parts = [self._parse(line, position, made_in, time_ms or b"0") for line in stored]
         return [replace(part, whole=not at) for at, part in enumerate(parts)]
 
-    def _parse(self, line: bytes, position: int, epoch: bytes | None) -> ChangeSet:
+    def _parse(
+        self,
+        line: bytes,
+        position: int,
+        epoch: bytes | None,
+        time_ms: bytes,
+        writer: bytes = b"",
+    ) -> ChangeSet:
         """Parses and checks the change set of a position. Raises JournalError."""
         try:
-            change_set = parse_line(line.removesuffix(b"\n"))
+            change_set, made_for = parse_line(line.removesuffix(b"\n"))
             if change_set.number != position:
                 raise ValueError(f"it says that it is {change_set.number}")
+            if made_for and made_for != self._catalog.version:
+                raise OtherBundle(
+                    f"{self.name}: position {position} is of catalogue {made_for[:40]}; this "
+                    f"bundle has catalogue {self._catalog.version}. Set another catalog_name for "
+                    "this bundle"
+                )
             check_change_set(change_set, self._catalog)
-            return replace(change_set, epoch=int(epoch or b""))
+            return replace(
+                change_set,
+                epoch=int(epoch or b""),
+                time_ms=int(time_ms),
+                writer=writer.decode("latin-1"),
+            )
         except ValueError as error:
             raise JournalError(f"{self.name}: position {position} is damaged ({error})") from error
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turns Redis' errors into JournalError."""
+        """Turns Redis' errors into LogUnavailable."""
         try:
             yield
         except FAILURES as error:
-            raise JournalError(f"{self.name}: {describe(error)}") from error
+            raise LogUnavailable(f"{self.name}: {describe(error)}") from error
+
+
+def open_log(
+    url: str, catalog: Catalog, name: str, wait_replicas: int | None = None
+) -> RedisCatalogLog:
+    """Returns the log of a URL of `redis_connection`.
+
+    Args:
+        url: The URL.
+        catalog: The bundle's catalogue.
+        name: Name of the log.
+        wait_replicas: Replicas of Redis that shall have a change before it is acknowledged; None
+            means 1 for Sentinel and Cluster, where a failover happens by itself, else 0.
+
+    Raises:
+        ValueError: If the URL is malformed.
+        LogUnavailable: If no node of a cluster answers.
+    """
+    if wait_replicas is None:
+        wait_replicas = int("+" in url.partition("://")[0])
+    try:
+        client = connect(url, timeout_s=REPLY_S)
+        waiting = connect(url, timeout_s=REPLY_S, wait_s=LONGEST_WAIT_S)
+    except FAILURES as error:
+        raise LogUnavailable(f"catalog_log: {describe(error)}") from error
+    return RedisCatalogLog(client, catalog, name, waiting=waiting, wait_replicas=wait_replicas)

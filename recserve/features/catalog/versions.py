@@ -13,10 +13,11 @@ how much of each it can see.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -53,6 +54,37 @@ class Tail:
         self.first_rows = GrowableArray((), np.int64)
 
 
+class VersionName(NamedTuple):
+    """The name of a version in requests and responses: `BUNDLE`, `BUNDLE.N` or `BUNDLE.EPOCH.N`.
+
+    Attributes:
+        bundle: Version of the bundle's catalogue.
+        epoch: Epoch of a log that several processes write; 0 without one.
+        number: Number of change sets since the bundle.
+    """
+
+    bundle: str
+    epoch: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        if not self.number:
+            return self.bundle
+        epoch = f".{self.epoch}" if self.epoch else ""
+        return f"{self.bundle}{epoch}.{self.number}"
+
+    @staticmethod
+    def parse(text: str) -> VersionName | None:
+        """Returns the parts of a name; None if it is none."""
+        match = re.fullmatch(r"([^.]+)(?:\.([1-9][0-9]{0,17}))?(?:\.([1-9][0-9]{0,17}))?", text)
+        if match is None:
+            return None
+        bundle, one, other = match.groups()
+        if other is None:
+            return VersionName(bundle, 0, int(one or 0))
+        return VersionName(bundle, int(one), int(other))
+
+
 @dataclass(frozen=True)
 class CatalogVersion:
     """An immutable version of the catalogue.
@@ -73,6 +105,8 @@ class CatalogVersion:
         record_rows: Ascending rows that have a record in the log.
         record_places: Index of each such record in the log.
         num_records: Visible records of the log.
+        epoch: Epoch of a log of several processes, in which it stored the version; 0 elsewhere.
+        time_ms: Time at which such a log stored it, in milliseconds since 1970; 0 elsewhere.
     """
 
     number: int
@@ -90,11 +124,13 @@ class CatalogVersion:
     record_rows: np.ndarray
     record_places: np.ndarray
     num_records: int
+    epoch: int = 0
+    time_ms: int = 0
 
     @property
     def name(self) -> str:
         """Version name in responses."""
-        return f"{self.base.version}.{self.number}" if self.number else self.base.version
+        return str(VersionName(self.base.version, self.epoch, self.number))
 
     @property
     def num_tail(self) -> int:
@@ -341,6 +377,8 @@ class ChangeSet:
         hidden: Ids of items that are hidden. A catalogue remembers those that it does not know.
         whole: Whether it applies to the bundle's catalogue instead of the version before it.
         epoch: Epoch of a log that several processes write, in which it was stored; 0 elsewhere.
+        time_ms: Time at which such a log stored it, in milliseconds since 1970; 0 elsewhere.
+        writer: Identifies the change in such a log, for the process that has made it.
     """
 
     number: int
@@ -348,6 +386,8 @@ class ChangeSet:
     hidden: tuple[str, ...] = ()
     whole: bool = False
     epoch: int = 0
+    time_ms: int = 0
+    writer: str = ""
 
     def __len__(self) -> int:
         return len(self.changes) + len(self.hidden)
@@ -363,7 +403,7 @@ class ChangeSet:
         A difference may insert an item and hide it. Applied in two parts, the item keeps its record
         and stays hidden.
         """
-        return ChangeSet(self.number, self.changes), ChangeSet(self.number, hidden=self.hidden)
+        return replace(self, hidden=(), whole=False), replace(self, changes=(), whole=False)
 
 
 def restore_changes(change_set: ChangeSet, schema: pa.Schema) -> ChangeSet:
@@ -399,7 +439,7 @@ def apply_changes(version: CatalogVersion, change_set: ChangeSet) -> CatalogVers
         builder.put(change, row)
     for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
         builder.hide(item_id, row)
-    return builder.build(change_set.number)
+    return builder.build(change_set)
 
 
 def restore_version(
@@ -445,7 +485,10 @@ def difference(version: CatalogVersion) -> ChangeSet:
             changes.append(ItemChange(version.record(row), version.vectors[row], codes))
         elif owns and np.isin(row, version.record_rows):
             changes.append(ItemChange(version.record(row)))
-    return ChangeSet(version.number, tuple(changes), tuple(version.visible.removed_keys()))
+    hidden = tuple(version.visible.removed_keys())
+    return ChangeSet(
+        version.number, tuple(changes), hidden, epoch=version.epoch, time_ms=version.time_ms
+    )
 
 
 class VersionBuilder:
@@ -499,6 +542,8 @@ class VersionBuilder:
         if old >= 0:
             self.removed[old] = row
             self.records.pop(old, None)
+        if old >= len(self.old.base):  # no search depends on it any more
+            self.disowned.append(old)
         name = codes.astype(np.uint16).tobytes()
         owner = self.old.owners.get(name)
         # The id was free: its last owner is a hidden item's row or this item's old row.
@@ -515,8 +560,8 @@ class VersionBuilder:
         tail.vectors.append(np.stack(self.vectors))
         tail.first_rows.append(np.array(self.first_rows))
 
-    def build(self, number: int) -> CatalogVersion:
-        """Returns the next version."""
+    def build(self, change_set: ChangeSet) -> CatalogVersion:
+        """Returns the version that a change set makes."""
         old = self.old
         if self.ids:
             self._append_rows()
@@ -525,10 +570,12 @@ class VersionBuilder:
         rows, places = _merge(old.record_rows, old.record_places, self.records, np.int64)
         owning = old.owning
         if self.disowned:
-            owning = np.delete(owning, np.searchsorted(owning, self.disowned))
+            owning = owning[~np.isin(owning, self.disowned)]
         return replace(
             old,
-            number=number,
+            number=change_set.number,
+            epoch=change_set.epoch,
+            time_ms=change_set.time_ms,
             num_rows=self.num_rows,
             visible=old.visible.with_rows(self.visible),
             owners=old.owners.with_rows(self.owners) if self.owners else old.owners,

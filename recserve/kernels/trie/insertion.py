@@ -23,6 +23,7 @@ def insert_items(
     num_rows: int,
     removed_rows: Tensor | None = None,
     earlier: Trie | None = None,
+    superseded: Tensor | None = None,
 ) -> Trie:
     """Returns the base with further semantic ids. All tensors are on the base's device.
 
@@ -33,6 +34,7 @@ def insert_items(
         num_rows: Item rows of the new version.
         removed_rows: [g] rows that must not be returned, also inserted ones.
         earlier: Trie of an earlier version. Its ids need no new descent in the base.
+        superseded: Those of the removed rows whose item has a later row.
     """
     codes, rows = codes.to(base.device, torch.int64), rows.to(base.device, torch.int64)
     descent = _descent(base, codes, rows, None if earlier is None else earlier.insertions)
@@ -47,6 +49,8 @@ def insert_items(
     row_leaves[found.rows - base.num_rows] = levels.paths[-1]
     if removed_rows is not None:
         removed_rows = removed_rows.to(base.device, torch.int64) if removed_rows.numel() else None
+    if superseded is not None:
+        superseded = superseded.to(base.device, torch.int64) if superseded.numel() else None
     insertions = Insertions(
         base,
         levels.changed_nodes(),
@@ -60,6 +64,7 @@ def insert_items(
         row_leaves,
         removed_rows,
         descent,
+        superseded,
     )
     return replace(base, insertions=insertions)
 

@@ -131,6 +131,7 @@ class Insertions:
         row_leaves: Leaf node of each row that the base does not have, -1 without one.
         removed_rows: Rows that must not be returned. None means that there are none.
         descent: Prefixes of all later ids, reused for the next version.
+        superseded: Removed rows whose item has a later row. None means that there are none.
     """
 
     base: Trie
@@ -146,6 +147,7 @@ class Insertions:
     row_leaves: Tensor
     removed_rows: Tensor | None
     descent: BasePaths
+    superseded: Tensor | None = None
 
     @cached_property
     def ranks(self) -> Tensor:
@@ -338,10 +340,16 @@ class Trie:
 
     @cached_property
     def replaced_rows(self) -> Tensor | None:
-        """Removed rows without a semantic id, so that no version's scores depend on them."""
-        if self.removed_rows is None:
+        """Removed rows on which no score may depend: without a semantic id, or superseded.
+
+        What is left are the rows that the items have, so that scores follow from the content of a
+        catalogue and not from the changes that have made it.
+        """
+        if self.removed_rows is None or self.insertions is None:
             return None
         rows = self.removed_rows[~self._removed_with_ids]
+        if (superseded := self.insertions.superseded) is not None:
+            rows = torch.unique(torch.cat([rows, superseded]))
         return rows if rows.shape[0] else None
 
     @cached_property

@@ -31,6 +31,9 @@ async def rank_batch(context: RequestContext, body: RankBatchRequest) -> Respons
     """Answers with several rankings; those of many candidates are written on a thread."""
     deadline_s = context.deadline_s(body.timeout_ms)
     ranker, trace = context.service.ranker, context.trace
+    for one in body.requests:
+        if one.min_catalog_version is not None:
+            await context.await_version(one.min_catalog_version, deadline_s)
     submit = partial(ranker.begin_each, body, trace.request_id, deadline_s, context.client)
     found = await context.answer_all(ranker, body.requests, submit, deadline_s)
     for outcome in found:

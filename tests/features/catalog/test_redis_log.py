@@ -73,7 +73,7 @@ class Follower:
         self.version = self.bundle = first_version(self.catalog, rows)
 
     def follow(self):
-        for change_set in self.log.read(self.version.number + 1):
+        for change_set in self.log.read(self.version.number + 1, self.version.epoch):
             base = self.bundle if change_set.whole else self.version
             if change_set.whole:
                 self.restart()
@@ -106,6 +106,10 @@ class Follower:
             for c in held.changes
         }
         return held.number, puts, set(held.hidden)
+
+
+def epoch_of(log):
+    return int(log._epoch)
 
 
 def draw_change(draw, catalog):
@@ -145,6 +149,7 @@ def test_all_processes_get_the_changes_of_all_in_one_order(
     filed = Follower(ItemJournal(journal.path), catalog)
     for one in (*all_of_them, late, filed):
         one.follow()
+    assert len({(one.version.epoch, one.version.time_ms) for one in (*all_of_them, late)}) == 1
     contents = [one.content() for one in (*all_of_them, late)]
     assert all(content == contents[0] for content in contents)
     # A difference does not name a hidden item's words, so only visible ones agree with the file.
@@ -197,10 +202,11 @@ def test_a_gap_and_a_position_of_another_epoch_are_refused(new_log, client):
     log.append(ChangeSet(1))
     with pytest.raises(PositionTaken, match="position 1 is taken"):
         other.append(ChangeSet(1))
+    old = epoch_of(log)
     client.hset(log._keys[2], "server", "another")  # it has taken over
     with pytest.raises(PositionTaken):
         log.append(ChangeSet(2))
-    assert log.read(2) == []
+    assert log.read(2, old) == []
     log.append(ChangeSet(2))
     first, second = new_log().read()
     assert first.epoch < second.epoch
@@ -221,13 +227,13 @@ def test_a_loss_by_a_takeover_is_seen_however_much_is_written_after_it(
         ahead.append(ChangeSet(number))
     client.restore(ahead._keys[0], 0, copy, replace=True)
     client.hset(ahead._keys[2], "server", "another")
-    writer = new_log()
+    writer, old = new_log(), epoch_of(ahead)
     kept = len(writer.read())
     assert kept == 5 - lost
     for number in range(kept + 1, kept + 1 + rewritten):
         writer.append(ChangeSet(number))
-    assert len(behind.read(kept + 1)) == rewritten
-    for refused in (lambda: ahead.read(6), lambda: ahead.replace([ChangeSet(5)])):
+    assert len(behind.read(kept + 1, old)) == rewritten
+    for refused in (lambda: ahead.read(6, old), lambda: ahead.replace([ChangeSet(5, epoch=old)])):
         with pytest.raises(PositionLost):
             refused()
     assert len(ahead.read()) == kept + rewritten
@@ -242,7 +248,7 @@ def test_a_log_that_is_gone_is_seen(new_log, client):
     other.read()
     other.append(ChangeSet(1))
     with pytest.raises(PositionLost):
-        log.read(2)
+        log.read(2, epoch_of(log))
     assert [each.number for each in log.read()] == [1]
 
 
@@ -283,7 +289,7 @@ def test_a_damaged_change_set_is_refused_by_its_position(new_log, client, catalo
         client.restore(stream, 0, start, replace=True)
         client.xadd(stream, {"epoch": epoch, "line": line}, "2-0")
         with pytest.raises(JournalError, match="position 2 is damaged"):
-            log.read(2)
+            log.read(2, int(epoch))
         client.delete(stream)
         client.hset(snapshot, mapping={"position": 2, "epoch": epoch, "lines": line + b"\n"})
         with pytest.raises(JournalError, match="position 2 is damaged"):
@@ -292,14 +298,14 @@ def test_a_damaged_change_set_is_refused_by_its_position(new_log, client, catalo
     client.restore(stream, 0, start, replace=True)
     client.xadd(stream, {"epoch": epoch, "line": format_line(ChangeSet(3))}, "3-0")
     with pytest.raises(JournalError, match="expected position 2, got '3-0'"):
-        log.read(2)
+        log.read(2, int(epoch))
     monkeypatch.setattr(redis_log, "MAX_ENTRY_BYTES", 30)
     with pytest.raises(JournalError, match="at most 30"):
         log.append(ChangeSet(2, hidden=("a",)))
     client.restore(stream, 0, start, replace=True)
     client.xadd(stream, {"epoch": epoch, "line": b"x" * 31}, "2-0")
     with pytest.raises(JournalError, match="position 2 has 31 bytes"):
-        log.read(2)
+        log.read(2, int(epoch))
 
 
 def test_keys_of_a_catalogue_are_in_one_slot_and_a_server_that_is_gone_is_an_error(new_log):
