@@ -145,7 +145,7 @@ class Snapshot:
             items.num_rows,
             torch.from_numpy(_join(items.removed_rows, timed)),
             self.trie,
-            torch.from_numpy(items.removed_rows[items.successors >= 0]),
+            torch.from_numpy(_superseded(items)),
         )
         return replace(
             self,
@@ -160,9 +160,7 @@ class Snapshot:
     def compact_trie(self) -> Trie:
         """Builds a trie of this version without insertions; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
-        superseded = self.items.removed_rows[self.items.successors >= len(self.catalog)]
-        gone = superseded[superseded >= len(self.catalog)]
-        rows = rows[torch.from_numpy(~are_among(rows.numpy(), gone))]
+        rows = rows[torch.from_numpy(~are_among(rows.numpy(), _superseded(self.items)))]
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
         sizes = self.catalog.semantic_ids.codebook_sizes
         return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)
@@ -357,6 +355,17 @@ class Snapshot:
         """Returns the decayed number of events of a row's item, to a tenth."""
         (count,) = self.popularity.at(self.items.first_rows(np.array([row]))).tolist()
         return round(float(count), 1)
+
+
+def _superseded(items: CatalogVersion) -> np.ndarray:
+    """Returns the later rows of a version of several servers whose item has another row now.
+
+    A server that began with a snapshot of the log never had them, so no score may depend on them.
+    """
+    if not items.epoch:
+        return NO_ROWS
+    rows = items.removed_rows[items.successors >= 0]
+    return np.asarray(rows[rows >= len(items.base)])
 
 
 def _join(one: np.ndarray, other: np.ndarray) -> np.ndarray:

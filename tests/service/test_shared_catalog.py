@@ -185,7 +185,6 @@ def test_all_servers_have_one_catalogue_whatever_happens(fleet, monkeypatch, see
     """Puts, hides, rollbacks, restarts, snapshots, paused followers; and losses of the log."""
     monkeypatch.setattr(live_catalog, "MAX_NEWEST", 6)
     monkeypatch.setattr(live_catalog, "MIN_INTERVAL_S", 0.05)
-    monkeypatch.setattr(live_catalog, "MAX_INSERTED", 20)
     for _ in range(3):
         fleet.open()
     drawn = Draw(fleet, seed, losses)

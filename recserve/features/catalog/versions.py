@@ -434,7 +434,7 @@ def apply_changes(version: CatalogVersion, change_set: ChangeSet) -> CatalogVers
     for change, row in zip(changes, rows, strict=False):
         if change.vector is None and row < 0:
             raise ValueError(f"item {change.record.item_id[:80]!r} is new and has no vector")
-    builder = VersionBuilder(version)
+    builder = VersionBuilder(version, shared=change_set.epoch > 0)
     for change, row in zip(changes, rows, strict=False):
         builder.put(change, row)
     for item_id, row in zip(hidden, rows[len(changes) :], strict=True):
@@ -494,8 +494,15 @@ def difference(version: CatalogVersion) -> ChangeSet:
 class VersionBuilder:
     """Collects a change set's effects on the tables of a version and applies them together."""
 
-    def __init__(self, version: CatalogVersion) -> None:
-        self.old = version
+    def __init__(self, version: CatalogVersion, shared: bool = False) -> None:
+        """Starts without changes.
+
+        Args:
+            version: The version to change.
+            shared: Whether several servers have the version. Then scores must not depend on the
+                changes that have made it: a row that has a successor owns no semantic id.
+        """
+        self.old, self.shared = version, shared
         self.num_rows = version.num_rows
         self.visible: dict[str, int] = {}
         self.keys: dict[int, int] = {}
@@ -542,7 +549,7 @@ class VersionBuilder:
         if old >= 0:
             self.removed[old] = row
             self.records.pop(old, None)
-        if old >= len(self.old.base):  # no search depends on it any more
+        if self.shared and old >= len(self.old.base):
             self.disowned.append(old)
         name = codes.astype(np.uint16).tobytes()
         owner = self.old.owners.get(name)

@@ -34,7 +34,7 @@ def insert_items(
         num_rows: Item rows of the new version.
         removed_rows: [g] rows that must not be returned, also inserted ones.
         earlier: Trie of an earlier version. Its ids need no new descent in the base.
-        superseded: Those of the removed rows whose item has a later row.
+        superseded: Those of the removed rows on which no score may depend.
     """
     codes, rows = codes.to(base.device, torch.int64), rows.to(base.device, torch.int64)
     descent = _descent(base, codes, rows, None if earlier is None else earlier.insertions)

@@ -131,7 +131,8 @@ class Insertions:
         row_leaves: Leaf node of each row that the base does not have, -1 without one.
         removed_rows: Rows that must not be returned. None means that there are none.
         descent: Prefixes of all later ids, reused for the next version.
-        superseded: Removed rows whose item has a later row. None means that there are none.
+        superseded: Further removed rows on which no score may depend. None means that there are
+            none.
     """
 
     base: Trie
@@ -340,11 +341,7 @@ class Trie:
 
     @cached_property
     def replaced_rows(self) -> Tensor | None:
-        """Removed rows on which no score may depend: without a semantic id, or superseded.
-
-        What is left are the rows that the items have, so that scores follow from the content of a
-        catalogue and not from the changes that have made it.
-        """
+        """Removed rows on which no score may depend: without a semantic id, or superseded."""
         if self.removed_rows is None or self.insertions is None:
             return None
         rows = self.removed_rows[~self._removed_with_ids]
