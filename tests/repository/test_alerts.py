@@ -96,6 +96,16 @@ CASES = {
         one(SLATES, "7x60", reason="queue_full"),
         {"instance": "a"},
     ),
+    "RecserveCatalogStale": (
+        one("recserve_catalog_lag_seconds", "60x60"),
+        one("recserve_catalog_lag_seconds", "1x60"),
+        JOB,
+    ),
+    "RecserveCatalogLost": (
+        one("recserve_catalog_losses_total", "0x20 1x40"),
+        one("recserve_catalog_losses_total", "1x60"),
+        JOB,
+    ),
     "RecserveOpenFiles": (
         [*FDS, *one("process_open_fds", "900x60")],
         [*FDS, *one("process_open_fds", "80x60")],

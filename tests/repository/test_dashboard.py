@@ -13,7 +13,7 @@ from recserve.drafters.none import NoDrafter
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.service import Service
-from recserve.service.options import ServiceOptions
+from recserve.service.options import CatalogLogOptions, ServiceOptions
 from recserve.service.text.loader import LoadedText
 from recserve.service.text.model import TextModel
 from recserve.tokenizer.tokenizer import TextTokenizer
@@ -50,10 +50,10 @@ def text(tmp_path_factory) -> LoadedText:
 
 
 @pytest.fixture(scope="module")
-def page(text, tmp_path_factory) -> str:
+def page(text, tmp_path_factory, redis_url) -> str:
     """The metrics of a server that has answered a few requests of each kind."""
     folder = tmp_path_factory.mktemp("server")
-    options = ServiceOptions(journal=folder / "items", text=text)
+    options = ServiceOptions(text=text, catalog_log=CatalogLogOptions(redis_url, "dashboard"))
     with (
         Service.open(shared_bundle(), f"lmdb:{folder}/store", "cpu", options) as service,
         live(

@@ -71,6 +71,8 @@ function showStats() {
     tell("Prefix cache", tokens ? percent(hits / tokens) : "–", `${count(hits)} prefix tokens found`),
     tell("Cache memory", pages ? percent(used / pages) : "–", `${count(used)} of ${count(pages)} pages of cached histories and texts`),
     tell("Failed", count(sum("recserve_requests_failed_total")), "requests, all reasons"),
+    ...(found.some((one) => one.name === "recserve_catalog_lag_seconds") ? [tell("Shared catalogue", `${sum("recserve_catalog_lag_seconds").toFixed(1)} s`,
+      `since the log was read; ${count(sum("recserve_catalog_losses_total"))} losses of the log, ${count(sum("recserve_catalog_conflicts_total"))} conflicts`)] : []),
     ...(application.available.text ? [tell("Text", last ? count(last.speed) : "–", "tokens/s now")] : []));
 }
 
