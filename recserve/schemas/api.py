@@ -48,7 +48,9 @@ LANGUAGE = ("unknown_model", "unsupported", "context_length_exceeded")
 # Of requests that wait for a thread of the tokeniser, and for no queue.
 ENCODED = (*LANGUAGE, "deadline_exceeded")
 HISTORY = ("corrupt_history", "history_unavailable")
-CHANGE = ("items_read_only", "catalog_unavailable", "catalog_conflict")
+# Of requests that name a version of the catalogue.
+BEHIND = ("catalog_behind", "catalog_version_lost")
+CHANGE = ("items_read_only", "catalog_unavailable", "catalog_conflict", *BEHIND)
 EXPERIMENT = ("unknown_experiment", "experiment_not_saved")
 
 
@@ -228,7 +230,7 @@ def operation(
 class Api:
     """The operations that clients call. Each takes its deadline in seconds."""
 
-    @operation("POST /v1/recommend", queue=RECOMMENDER, errors=HISTORY)
+    @operation("POST /v1/recommend", queue=RECOMMENDER, errors=(*HISTORY, *BEHIND))
     def recommend(
         self, body: m.RecommendRequest, deadline_s: float | None = None
     ) -> m.RecommendResponse:
@@ -240,11 +242,11 @@ class Api:
     ) -> m.RecommendResponse:
         """Returns the items that are most similar to given ones."""
 
-    @operation("POST /v1/rank", queue=RANKER, errors=HISTORY)
+    @operation("POST /v1/rank", queue=RANKER, errors=(*HISTORY, *BEHIND))
     def rank(self, body: m.RankRequest, deadline_s: float | None = None) -> m.RankResponse:
         """Returns the given candidates, best first."""
 
-    @operation("POST /v1/rank:batch", queue=RANKER, errors=HISTORY)
+    @operation("POST /v1/rank:batch", queue=RANKER, errors=(*HISTORY, *BEHIND))
     def rank_batch(
         self, body: m.RankBatchRequest, deadline_s: float | None = None
     ) -> m.RankBatchResponse:
@@ -323,7 +325,7 @@ class Api:
     def delete_user(self, user_id: AnyId, deadline_s: float | None = None) -> None:
         """Deletes a user's stored events, cached prefixes and rows of the slate log."""
 
-    @operation("GET /v1/items")
+    @operation("GET /v1/items", errors=BEHIND)
     def items(self, query: b.ItemsQuery, deadline_s: float | None = None) -> b.ItemPage:
         """Returns a page of the catalogue, most popular items first, or the items of `ids`."""
 
@@ -350,7 +352,7 @@ class Api:
     def hide_item(self, item_id: AnyId, deadline_s: float | None = None) -> m.HideItemResponse:
         """Removes an item from all answers."""
 
-    @operation("GET /v1/items/{item_id:path}", errors=("unknown_item",))
+    @operation("GET /v1/items/{item_id:path}", errors=("unknown_item", *BEHIND))
     def item(self, item_id: AnyId, deadline_s: float | None = None) -> m.ItemResponse:
         """Returns one item of the catalogue."""
 
