@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -267,6 +268,13 @@ class ServerConfig(BaseSettings):
         return value
 
     @property
+    def catalog_url(self) -> str | None:
+        """URL of the Redis that has the log of item changes; None if a file has it."""
+        if self.bundle is None or self.catalog_log == "file":
+            return None
+        return self.store if self.catalog_log == "redis" else self.catalog_log
+
+    @property
     def event_kinds(self) -> EventKinds:
         """Kinds of the event types that the settings name."""
         return EventKinds(self.positive_types, self.read_types, self.negative_types)
@@ -305,6 +313,12 @@ class ServerConfig(BaseSettings):
                 "catalog_log: redis is the Redis of store, and store is not redis://...; set store "
                 "to it, or catalog_log to a URL such as redis://HOST:PORT/DB"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_signing_key(self) -> ServerConfig:
+        if self.catalog_url is not None:
+            self.check_signing_key("catalog_log is a Redis, whose catalogue several replicas share")
         return self
 
     @model_validator(mode="after")
@@ -370,12 +384,18 @@ class ServerConfig(BaseSettings):
             ) from None
 
     @classmethod
-    def load(cls, flags: Mapping[str, Any], file: Path | None = None) -> ServerConfig:
+    def load(
+        cls,
+        flags: Mapping[str, Any],
+        file: Path | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> ServerConfig:
         """Loads the settings. Flags override the environment, which overrides the file.
 
         Args:
             flags: Values by setting. None means that the flag was not given.
             file: YAML file of settings.
+            defaults: Values of settings that nothing else sets.
 
         Raises:
             ConfigError: If the file is unreadable, a key is unknown or a value is out of range.
@@ -399,7 +419,8 @@ class ServerConfig(BaseSettings):
                 file_secret_settings: PydanticBaseSettingsSource,
             ) -> tuple[PydanticBaseSettingsSource, ...]:
                 yaml = YamlConfigSettingsSource(settings_cls, yaml_file=file)
-                return init_settings, env_settings, yaml
+                last = InitSettingsSource(settings_cls, dict(defaults or {}))
+                return init_settings, env_settings, yaml, last
 
         try:
             loaded = _WithFile(**{k: v for k, v in flags.items() if v is not None})

@@ -13,7 +13,16 @@ from typing import Annotated
 import typer
 
 from recserve import cores
-from recserve.cli import answers, bundle_swap, bundles, experiment_admin, experiments, serve, train
+from recserve.cli import (
+    answers,
+    bundle_swap,
+    bundles,
+    experiment_admin,
+    experiments,
+    fleet,
+    serve,
+    train,
+)
 from recserve.cli.batch import batch
 from recserve.extras import describe_missing
 
@@ -71,6 +80,12 @@ history_app.command()(answers.delete)
 history_app.command()(answers.backup)
 history_app.command()(answers.restore)
 app.add_typer(history_app, name="history")
+
+fleet_app = typer.Typer(
+    help="Show the servers that share a live catalogue in Redis.", no_args_is_help=True
+)
+fleet_app.command()(fleet.status)
+app.add_typer(fleet_app, name="fleet")
 
 
 def _print_version(wanted: bool) -> None:

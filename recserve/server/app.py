@@ -84,15 +84,24 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     loader = ServiceLoader(config, service, effects)
     lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
     recent = RecentMetrics(metrics, lifecycle.gauges)
+    heartbeat = None
+    if config.catalog_url is not None:
+        from recserve.server.heartbeat import Heartbeat
+
+        heartbeat = Heartbeat(config, lifecycle)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         lifecycle.start()
         recent.start()
+        if heartbeat is not None:
+            heartbeat.start()
         if arms is not None:
             arms.start()
         yield
         recent.close()
+        if heartbeat is not None:
+            await asyncio.to_thread(heartbeat.close)
         if arms is not None:
             await arms.close()
         await asyncio.to_thread(lifecycle.close)

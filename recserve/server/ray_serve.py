@@ -27,7 +27,7 @@ from ray.serve.context import _get_global_client
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from recserve.config import ServerConfig, is_loopback
+from recserve.config import ServerConfig, is_loopback, is_redis
 from recserve.cores import short_waits
 from recserve.server.app import create_app
 from recserve.server.context import context_of
@@ -90,14 +90,20 @@ class ReplicaOptions(BaseModel):
     def server_config(self, **flags: Any) -> ServerConfig:
         """Returns the settings of a replica.
 
+        Several replicas whose store is a Redis share one live catalogue there, unless `catalog_log`
+        says otherwise.
+
         Args:
             flags: Settings that override those of the options.
 
         Raises:
             ConfigError: If a setting is invalid, or several replicas have no common signing key.
         """
-        config = ServerConfig.load({**self.settings, **flags}, self.config)
+        given = {**self.settings, **flags}
+        config = ServerConfig.load(given, self.config)
         if self.most > 1:
+            if is_redis(config.store):
+                config = ServerConfig.load(given, self.config, {"catalog_log": "redis"})
             config.check_signing_key(f"up to {self.most} replicas serve")
         return config
 

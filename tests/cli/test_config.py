@@ -138,3 +138,16 @@ def test_the_command_prints_every_setting_with_its_variable_default_and_bounds()
             for bound in ("ge", "gt", "le", "lt"):
                 value = getattr(limit, bound, None)
                 assert value is None or f" {value:,}" in line
+
+
+@pytest.mark.parametrize("log", ["redis", "redis://h:1/0", "rediss+cluster://h:1"])
+@pytest.mark.parametrize("key", [None, "a-key-of-sixteen"])
+@pytest.mark.parametrize("served", [{"bundle": "b"}, {"llm": "l"}])
+def test_a_shared_catalogue_needs_one_signing_key(log, key, served):
+    """Only slates have tokens, so a language model alone needs none."""
+    flags = {**served, "store": "redis://h:1/0", "catalog_log": log, "signing_key": key}
+    if key is None and "bundle" in served:
+        with pytest.raises(ConfigError, match=r"^signing_key: is required, because catalog_log is"):
+            ServerConfig.load(flags)
+    else:
+        assert ServerConfig.load(flags).catalog_log == log

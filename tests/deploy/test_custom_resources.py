@@ -33,8 +33,13 @@ def test_the_kserve_pod_is_restricted_and_drains(monkeypatch):
     pod = {name: value for name, value in predictor.items() if name not in own}
     check_schema(as_pod(pod))
     check_security(pod)
+    monkeypatch.setenv("RECSERVE_SIGNING_KEY", "0123456789abcdef")
+    for variable in pod["containers"][0]["env"]:
+        if "value" in variable and variable["name"].startswith("RECSERVE_"):
+            monkeypatch.setenv(variable["name"], variable["value"])
     flags = dict(one[2:].split("=", 1) for one in pod["containers"][0]["args"][1:])
     config = ServerConfig.load(flags)
+    assert config.catalog_log == "redis"
     assert pod["containers"][0]["ports"][0]["containerPort"] == config.port
     check_drain(pod, config)
     assert probe_paths(pod) <= OPEN_PATHS
@@ -80,6 +85,7 @@ def test_ray_accepts_the_application(config, monkeypatch):
     replica = importlib.import_module(module).ReplicaOptions.model_validate(application.args)
     assert replica.max_replicas > replica.min_replicas >= 2
     assert replica.server_config().store.startswith("redis://")
+    assert replica.server_config().catalog_log == "redis"
 
 
 def test_the_ray_cluster_can_hold_the_most_replicas():

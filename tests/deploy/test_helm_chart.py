@@ -14,6 +14,7 @@ from tests.support.chart_schema import FILE, config_schema  # noqa: E402
 from tests.support.manifests import check_drain, check_schema, check_security, probe_paths  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
 
+REDIS = {"store": "redis://redis:6379/0"}
 CHART = ROOT / "deploy" / "helm" / "recserve"
 KEY = "0123456789abcdef"
 LEAST = {
@@ -41,13 +42,14 @@ def pod_of(manifests):
 def config_of(manifests, tmp_path, monkeypatch):
     """Returns the settings that the server reads from the config map."""
     monkeypatch.setenv("RECSERVE_API_KEYS", KEY)
+    monkeypatch.setenv("RECSERVE_SIGNING_KEY", KEY)
     file = tmp_path / "recserve.yaml"
     file.write_text(manifests["ConfigMap"]["data"]["recserve.yaml"])
     return ServerConfig.load({}, file)
 
 
 CASES = [
-    {"autoscaling": {"enabled": enabled, "metric": metric}, **rest}
+    {"autoscaling": {"enabled": enabled, "metric": metric}, "config": REDIS, **rest}
     for enabled, metric, rest in itertools.product(
         (False, True),
         ("cpu", "queue"),
@@ -55,6 +57,8 @@ CASES = [
             {},
             {
                 "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+                "ingress": {"enabled": True, "host": "feed.shop", "tlsSecret": "certificate"},
+                "rollingUpdate": {"maxSurge": "50%", "maxUnavailable": 1},
                 "podDisruptionBudget": {"enabled": False},
                 "secret": {"existing": "keys"},
                 "serviceAccount": {"existing": "other"},
@@ -110,6 +114,7 @@ def test_the_server_accepts_the_config_map(tmp_path, monkeypatch):
     config = config_of(render(values), tmp_path, monkeypatch)
     assert (str(config.bundle), config.host, config.port) == ("/bundle/v7", "0.0.0.0", 8080)
     assert (config.device, config.threads, config.store) == ("cuda", 2, "lmdb:/data/history")
+    assert config.catalog_log == "file"
     (container,) = pod_of(render())["containers"]
     assert container["ports"][0]["containerPort"] == config.port
     mounts = {one["mountPath"]: one.get("readOnly", False) for one in container["volumeMounts"]}
@@ -157,6 +162,10 @@ def test_names_and_selectors_agree():
         ({"secret": {}}, "secret.apiKeys is required"),
         ({"secret": {"apiKeys": ["short"]}}, "minLength"),
         ({"replica": 3}, "replica"),
+        ({"rollingUpdate": {"maxSurge": 0}}, "both 0"),
+        ({"rollingUpdate": {"maxSurge": "half"}}, "maxSurge"),
+        ({"ingress": {"enabled": True}}, "ingress.host is required"),
+        ({"ingress": {"paths": []}}, "paths"),
         ({"config": {"host": "127.0.0.1"}}, "host"),
         ({"autoscaling": {"metric": "requests"}}, "metric"),
     ],
@@ -171,6 +180,7 @@ def test_wrong_values_are_refused(values, message):
 @pytest.mark.parametrize(
     ("values", "several"),
     [
+        ({}, True),
         ({"replicas": 2}, True),
         ({"replicas": 1}, False),
         ({"replicas": 1, "autoscaling": {"enabled": True, "maxReplicas": 2}}, True),
@@ -182,6 +192,7 @@ def test_wrong_values_are_refused(values, message):
 )
 def test_several_pods_need_one_signing_key(values, several):
     """In the values, or as a key of the secret without which no pod starts."""
+    values = {**values, "config": REDIS}
     own = {**values, "secret": {"apiKeys": [KEY]}}
     if several:
         with pytest.raises(helm.HelmError, match=r"secret\.signingKey is required"):
@@ -192,6 +203,66 @@ def test_several_pods_need_one_signing_key(values, several):
         (container,) = pod_of(render({**values, "secret": secret}))["containers"]
         (found,) = (one for one in container["env"] if one["name"] == "RECSERVE_SIGNING_KEY")
         assert found["valueFrom"]["secretKeyRef"]["optional"] is not several
+
+
+SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+cluster", "unix")
+
+
+@pytest.mark.parametrize(
+    ("values", "replicas"),
+    [
+        ({}, 1),
+        *(({"config": {"store": f"{scheme}://redis:6379/0"}}, 2) for scheme in SCHEMES),
+        ({"secret": {**LEAST["secret"], "store": "redis://:password@redis:6379/0"}}, 2),
+        ({"secret": {"existing": "keys"}, "config": {"catalog_log": "redis"}}, 2),
+        ({"config": {"catalog_log": "redis://other:6379/1"}}, 2),
+        ({"config": {**REDIS, "catalog_log": "file"}}, 1),
+        ({"config": REDIS, "replicas": 5}, 5),
+    ],
+)
+def test_pods_with_a_redis_are_a_fleet_with_one_catalogue(values, replicas, tmp_path, monkeypatch):
+    manifests = render(values)
+    assert manifests["Deployment"]["spec"]["replicas"] == replicas
+    if "store" in values.get("secret", {}) or "existing" in values.get("secret", {}):
+        monkeypatch.setenv("RECSERVE_STORE", REDIS["store"])
+    config = config_of(manifests, tmp_path, monkeypatch)
+    given = values.get("config", {}).get("catalog_log")
+    assert config.catalog_log == (given or ("redis" if replicas > 1 else "file"))
+    if config.catalog_log == "file":
+        for several in ({"replicas": 2}, {"autoscaling": {"enabled": True}}):
+            with pytest.raises(helm.HelmError, match=r"config\.catalog_log is file, and up to"):
+                render({**values, **several})
+
+
+def test_an_ingress_sends_a_user_to_one_pod():
+    """It is off by default, and what only operators may reach is not behind it."""
+    assert "Ingress" not in render()
+    values = {"enabled": True, "host": "feed.shop", "affinityHeader": "X-User-Hash"}
+    manifests = render({"ingress": values, "config": {"max_body_bytes": 2097152}})
+    check_schema(manifests["Ingress"])
+    prefix = "nginx.ingress.kubernetes.io/"
+    notes = manifests["Ingress"]["metadata"]["annotations"]
+    assert notes[prefix + "upstream-hash-by"] == "$http_x_user_hash"
+    assert notes[prefix + "proxy-body-size"] == "2097152"
+    (rule,) = manifests["Ingress"]["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    backend = path["backend"]["service"]
+    assert (rule["host"], path["path"], path["pathType"]) == ("feed.shop", "/v1", "Prefix")
+    assert backend["name"] == manifests["Service"]["metadata"]["name"]
+    assert backend["port"]["name"] == manifests["Service"]["spec"]["ports"][0]["name"]
+    own = {prefix + "upstream-hash-by": "$arg_user", "a": "b"}
+    notes = render({"ingress": {**values, "annotations": own}})["Ingress"]["metadata"][
+        "annotations"
+    ]
+    assert own.items() <= notes.items()
+
+
+def test_a_new_pod_is_ready_before_an_old_one_ends():
+    strategy = render()["Deployment"]["spec"]["strategy"]
+    assert strategy == {
+        "type": "RollingUpdate",
+        "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+    }
 
 
 def test_the_chart_knows_every_setting():

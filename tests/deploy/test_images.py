@@ -92,7 +92,9 @@ def compose():
 
 
 def test_services_are_published_on_this_machine_only(compose):
-    assert set(compose["services"]) == {"grafana", "prometheus", "recserve", "redis"}
+    assert set(compose["services"]) == {
+        *("grafana", "prometheus", "recserve", "recserve-2", "redis"),
+    }
     for service in compose["services"].values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         assert service["restart"] == "unless-stopped"
@@ -115,18 +117,25 @@ def test_what_compose_names_is_there(compose):
             elif not source.startswith("$"):
                 used.add(source)
     assert used == volumes
+    redis = services["redis"]["command"]
+    assert redis[redis.index("--appendfsync") + 1] == "always"
+    data = [one["volumes"][1] for name, one in services.items() if name.startswith("recserve")]
+    assert len(data) == len(set(data)) == 2
     build = services["recserve"]["build"]
     assert (DEPLOY / build["context"] / build["dockerfile"]).exists()
 
 
-def test_the_composed_server_accepts_its_settings(compose, monkeypatch):
-    monkeypatch.setenv("RECSERVE_API_KEYS", "0123456789abcdef")
-    service = compose["services"]["recserve"]
+@pytest.mark.parametrize(("name", "port"), [("recserve", 8080), ("recserve-2", 8081)])
+def test_a_composed_server_accepts_its_settings(compose, monkeypatch, name, port):
+    service = compose["services"][name]
+    for variable, value in service["environment"].items():
+        monkeypatch.setenv(variable, "0123456789abcdef" if value.startswith("${") else value)
     flags = {name: value for name, value in serve_flags(service["command"]).items() if value}
     flags["drafters"] = flags.pop("drafter", None)
     config = ServerConfig.load(flags)
-    assert config.store == "redis://redis:6379/0"
-    assert service["ports"] == [f"127.0.0.1:8080:{config.port}"]
+    assert (config.store, config.catalog_log) == ("redis://redis:6379/0", "redis")
+    assert config.signing_key is not None
+    assert service["ports"] == [f"127.0.0.1:{port}:{config.port}"]
     grace = float(service["stop_grace_period"].removesuffix("s"))
     assert grace > config.drain_delay_s + config.drain_timeout_s
     assert service["read_only"] is True and service["cap_drop"] == ["ALL"]

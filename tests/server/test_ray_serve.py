@@ -1,5 +1,6 @@
 """Replicas on a local Ray: affinity, a killed replica, rolling update, overload."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+import redis
 
 ray = pytest.importorskip("ray", reason="NO ray on this machine: the Ray Serve tests did not run")
 
 from recserve.config import ConfigError  # noqa: E402
+from recserve.features.catalog.fleet import FleetDirectory  # noqa: E402
+from recserve.features.redis_connection import connect  # noqa: E402
 from recserve.server import ray_serve  # noqa: E402
 from recserve.server.ray_serve import ReplicaOptions, app, deploy, running  # noqa: E402
 from tests.support.redis_server import free_port  # noqa: E402
@@ -158,6 +162,30 @@ def test_a_proxy_that_others_reach_needs_keys(tmp_path, monkeypatch, host, setti
         begin(replica)
 
 
+@pytest.mark.parametrize("where", ["settings", "environment", "file"])
+@pytest.mark.parametrize("given", [None, "file", "redis", "redis://other:1/0"])
+@pytest.mark.parametrize(
+    "store", ["redis://h:1/0", "rediss+cluster://h:1?ttl_s=5", "lmdb:/x", None]
+)
+def test_replicas_with_a_redis_share_one_catalogue(tmp_path, monkeypatch, where, given, store):
+    settings, file = {"store": store, **SIGNING_KEY}, tmp_path / "settings.yaml"
+    values = {} if given is None else {"catalog_log": given}
+    file.write_text(json.dumps({"bundle": str(tmp_path), **(values if where == "file" else {})}))
+    if where == "settings":
+        settings |= values
+    if where == "environment" and given is not None:
+        monkeypatch.setenv("RECSERVE_CATALOG_LOG", given)
+    options = ReplicaOptions(settings=settings, config=file, min_replicas=2)
+    redis = store is not None and store.startswith("redis")
+    if given == "redis" and not redis:
+        with pytest.raises(ConfigError, match="catalog_log: redis is the Redis of store"):
+            options.server_config()
+        return
+    assert options.server_config().catalog_log == (given or ("redis" if redis else "file"))
+    one = options.model_copy(update={"min_replicas": 1})
+    assert one.server_config().catalog_log == (given or "file")
+
+
 @pytest.mark.slow
 def test_replicas_that_do_not_fit_this_machine_are_refused(tmp_path):
     settings = {"bundle": str(tmp_path), **SIGNING_KEY}
@@ -195,6 +223,24 @@ def test_changes_of_one_process_are_refused(cluster):
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "items_read_only"
     assert cluster.client.get("/v1/items/item000001").status_code == 200
+
+
+@pytest.mark.slow
+def test_replicas_with_one_log_take_changes(cluster, redis_url):
+    """Whichever replica takes one, the others have it when they are asked for its version."""
+    redis.Redis.from_url(redis_url).flushall()
+    options = cluster.options(cluster.bundle)
+    deploy(options.model_copy(update={"settings": {**options.settings, "store": redis_url}}))
+    for number, user in enumerate(USERS[:8]):  # as session, it reaches one of the replicas
+        change = {"items": [{"item_id": f"new-{number}", "title": "a kettle"}]}
+        taken = cluster.client.put("/v1/items", json=change, headers={"X-Session-Id": user})
+        assert taken.status_code == 200, taken.text
+        version = {"X-Recserve-Min-Catalog-Version": taken.json()["catalog_version"]}
+        for other in USERS[:8]:
+            headers = {"X-Session-Id": other, **version}
+            assert cluster.client.get(f"/v1/items/new-{number}", headers=headers).is_success
+    states = FleetDirectory(connect(redis_url), "items").read()
+    assert len(states.replicas) >= 2 and states.malformed == ()
 
 
 @pytest.mark.slow

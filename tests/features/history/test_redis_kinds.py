@@ -211,9 +211,9 @@ def test_a_right_that_an_acl_user_lacks_is_named(missing, tmp_path):
         def log():
             log = RedisCatalogLog(connect(url, wait_s=1), catalog)
             yield log.read()
-            yield log.append(ChangeSet(1))
+            yield (stored := log.append(ChangeSet(1)))
             yield log.wait(1, 0.01)
-            yield log.replace([ChangeSet(1)])
+            yield log.replace([stored.change_set])
 
         def errors(rights):
             for port in ports:

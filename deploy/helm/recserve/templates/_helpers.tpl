@@ -22,7 +22,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* Most pods that serve at the same time. */}}
 {{- define "recserve.mostReplicas" -}}
 {{- if .Values.autoscaling.enabled }}{{ .Values.autoscaling.maxReplicas }}
-{{- else }}{{ .Values.replicas }}{{ end }}
+{{- else }}{{ include "recserve.replicas" . }}{{ end }}
+{{- end }}
+
+{{- /* Where pods keep changes of items: the value, or the Redis of the store if there is one. */}}
+{{- define "recserve.catalogLog" -}}
+{{- $store := .Values.secret.store | default .Values.config.store | toString }}
+{{- $redis := regexMatch "^(rediss?(\\+sentinel|\\+cluster)?|unix)://" $store }}
+{{- .Values.config.catalog_log | default (ternary "redis" "file" $redis) }}
+{{- end }}
+
+{{- /* Pods without autoscaling. */}}
+{{- define "recserve.replicas" -}}
+{{- .Values.replicas | default (ternary 1 2 (eq (include "recserve.catalogLog" .) "file")) }}
 {{- end }}
 
 {{- define "recserve.serviceAccount" -}}

@@ -1,0 +1,192 @@
+"""What the servers that share a catalogue's log in Redis say of themselves every few seconds.
+
+One hash beside the log, `recserve:items:{NAME}:replicas`, has a field per server: the time of Redis
+in milliseconds, a space, and a report as JSON. A server that is silent for TTL_S is no longer
+listed, and the hash is gone when all are.
+
+Other processes write it. So Redis bounds what a read returns, and the reader checks all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from recserve.features.catalog.redis_log import PREFIX
+from recserve.features.redis_connection import FAILURES, call_many, call_script, describe
+
+TTL_S = 15.0
+MAX_REPLICAS = 1000
+MAX_ID = 128
+MAX_REPORT_BYTES = 4096
+
+COMMON = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+# KEYS: replicas. ARGV: id, report, time until it is silent in milliseconds, most servers.
+BEAT = (
+    COMMON
+    + """
+if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[4]) then redis.call('DEL', KEYS[1]) end
+for _, id in ipairs(redis.call('HKEYS', KEYS[1])) do
+  local at = string.match(redis.call('HGET', KEYS[1], id), '^(%d+) ')
+  if not at or now - tonumber(at) > tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], id) end
+end
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now) .. ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+"""
+)
+# ARGV: time until a server is silent, most servers, most bytes of an id, of a report.
+# Returns the number of servers if there are too many, or {id, age in milliseconds, report or size}.
+READ = (
+    COMMON
+    + """
+local size = redis.call('HLEN', KEYS[1])
+if size > tonumber(ARGV[2]) then return size end
+local found = {}
+for _, id in ipairs(redis.call('HKEYS', KEYS[1])) do
+  local bytes, report, age = redis.call('HSTRLEN', KEYS[1], id), nil, -1
+  if #id <= tonumber(ARGV[3]) and bytes <= tonumber(ARGV[4]) then
+    local at, rest = string.match(redis.call('HGET', KEYS[1], id), '^(%d+) (.*)$')
+    report = rest
+    age = at and now - tonumber(at) or -1
+  end
+  if age <= tonumber(ARGV[1]) then
+    found[#found + 1] = {string.sub(id, 1, ARGV[3]), age, report or bytes}
+  end
+end
+return found
+"""
+)
+Text = Annotated[str, Meta(max_length=256, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself.
+
+    Attributes:
+        id: Its name among the servers of a catalogue.
+        address: Host and port.
+        state: `loading` until it takes requests, `swapping` while it loads another bundle too, and
+            `draining` while it ends.
+        bundle: Folder of the bundle.
+        model_version: Version of its models.
+        catalog_version: Version of the catalogue that requests get.
+        lag_s: Time since it last read the log to its end.
+        lag_positions: Change sets of the log that it knows of and has not applied.
+        queue_depth: Requests waiting for the engine.
+        started_at: Unix time of its start.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, pattern=r"^[A-Za-z0-9._:-]+\Z")]
+    address: Text = ""
+    state: Literal["loading", "ready", "swapping", "draining"] = "loading"
+    bundle: Text = ""
+    model_version: Text = ""
+    catalog_version: Text = ""
+    lag_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    lag_positions: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    queue_depth: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    started_at: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The servers that have reported of late.
+
+    Attributes:
+        replicas: Their reports, in order of their ids.
+        ages_s: Time since each report.
+        malformed: What is wrong with each report that cannot be read.
+    """
+
+    replicas: tuple[Replica, ...]
+    ages_s: tuple[float, ...]
+    malformed: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all that take requests have one bundle and one version of the catalogue."""
+        serving = [one for one in self.replicas if one.state in ("ready", "swapping")]
+        versions = {(one.bundle, one.model_version, one.catalog_version) for one in serving}
+        return len(versions) == 1 and not self.malformed
+
+
+class FleetUnavailable(ConnectionError):
+    """Redis does not answer, or what it has is not a list of servers."""
+
+
+class FleetDirectory:
+    """The reports of the servers of one catalogue."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        """Calls nothing yet.
+
+        Args:
+            client: A client of `redis_connection.connect`.
+            name: Name of the catalogue's log.
+        """
+        self._client, self._key = client, f"{PREFIX}{{{name}}}:replicas"
+
+    def report(self, replica: Replica) -> None:
+        """Stores a report for TTL_S, and deletes those that are older. Raises FleetUnavailable."""
+        arguments = [replica.id, msgspec.json.encode(replica), round(1e3 * TTL_S), MAX_REPLICAS]
+        with self._failures():
+            call_script(self._client, BEAT, [self._key], arguments)
+
+    def leave(self, replica_id: str) -> None:
+        """Deletes a server's report. Raises FleetUnavailable."""
+        with self._failures():
+            (reply,) = call_many(self._client, [("HDEL", self._key, replica_id)])
+            if isinstance(reply, Exception):
+                raise reply
+
+    def read(self) -> Fleet:
+        """Returns the latest reports. Raises FleetUnavailable."""
+        limits = [round(1e3 * TTL_S), MAX_REPLICAS, MAX_ID, MAX_REPORT_BYTES]
+        with self._failures():
+            reply = call_script(self._client, READ, [self._key], limits)
+        if isinstance(reply, int):
+            raise FleetUnavailable(
+                f"redis {self._key}: {reply} servers; expected at most {MAX_REPLICAS}"
+            )
+        found: list[tuple[Replica, float]] = []
+        malformed: list[str] = []
+        for raw, age_ms, report in sorted(reply, key=lambda one: bytes(one[0])):
+            try:
+                found.append((_parse(raw, report), age_ms / 1e3))
+            except ValueError as error:
+                malformed.append(f"report of {ascii(raw.decode('latin-1'))[1:-1]}: {error}")
+        replicas, ages_s = [one for one, _ in found], [age_s for _, age_s in found]
+        return Fleet(tuple(replicas), tuple(ages_s), tuple(malformed))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Turns Redis' errors into FleetUnavailable."""
+        try:
+            yield
+        except FAILURES as error:
+            raise FleetUnavailable(f"redis {self._key}: {describe(error)}") from error
+
+
+def _parse(raw_id: bytes, report: bytes | int) -> Replica:
+    """Parses a report. Raises ValueError."""
+    if isinstance(report, int):
+        raise ValueError(f"it has {report} bytes or no time; expected at most {MAX_REPORT_BYTES}")
+    try:
+        replica = msgspec.json.decode(report, type=Replica)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    if replica.id.encode() != raw_id:
+        raise ValueError(f"it says that it is of {replica.id}")
+    return replica
