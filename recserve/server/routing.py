@@ -51,10 +51,10 @@ class Handler:
         arguments: dict[str, Any] = {
             name: check_utf8(name, context.parameters[name]) for name in operation.parameters
         }
-        if context.state.shared_catalog:
-            await context.await_named_version()
         if self.read is not None:
             arguments["body"] = await self.read(context)
+        if context.state.shared_catalog:  # not before the body: the wait watches the connection
+            await context.await_named_version()
         if operation.query is not None:
             arguments["query"] = context.query(operation.query)
         if inspect.iscoroutinefunction(self.function):

@@ -524,11 +524,11 @@ class LiveCatalog:
             changes = request.read(body.items)
             return ChangeSet(current.items.number + 1, changes=tuple(changes)) if changes else None
 
-        warning = self._commit(make)
+        name, warning = self._commit(make)
         assert request is not None
         updated = sum(row >= 0 for row in before.rows.get_many(c.record.item_id for c in changes))
         return ItemsResponse(
-            catalog_version=self.current.items.name,
+            catalog_version=name,
             inserted=len(changes) - updated,
             updated=updated,
             rejected=sorted(request.rejected, key=lambda one: one.index),
@@ -546,8 +546,7 @@ class LiveCatalog:
                     raise UnknownItem(f"no item {item_id[:80]!r} in the catalogue")
             return ChangeSet(items.number + 1, hidden=item_ids)
 
-        warning = self._commit(make)
-        return self.current.items.name, warning
+        return self._commit(make)
 
     def _roll_back(self, name: str) -> RollbackResponse:
         if self._shared is not None:
@@ -565,17 +564,19 @@ class LiveCatalog:
             changed = difference(self._archive.get(name).items)
             return ChangeSet(current.items.number + 1, changed.changes, changed.hidden, whole=True)
 
-        warning = self._commit(make)
-        return RollbackResponse(
-            catalog_version=self.current.items.name, restored=name, warning=warning or UNSET
-        )
+        made, warning = self._commit(make)
+        return RollbackResponse(catalog_version=made, restored=name, warning=warning or UNSET)
 
-    def _commit(self, make: Callable[[Snapshot], ChangeSet | None]) -> str:
-        """Writes a change set to the log, then publishes it. Returns the log's warning or "".
+    def _commit(self, make: Callable[[Snapshot], ChangeSet | None]) -> tuple[str, str]:
+        """Writes a change set to the log, then publishes it.
 
         Args:
             make: Returns the change set for the current snapshot, or None if there is no change.
                 It is called again after each change of another server that came before.
+
+        Returns:
+            The name of the version that the change set makes, and the log's warning or "". Without
+            a change it is the current version.
 
         Raises:
             CatalogConflict: If other servers were faster each time.
@@ -586,12 +587,12 @@ class LiveCatalog:
         if shared is None:
             change_set = make(self.current)
             if change_set is None:
-                return ""
+                return self.current.items.name, ""
             if self.journal is not None:
                 self.journal.append(change_set)
             self.recent |= change_set.item_ids
             self._apply([change_set])
-            return ""
+            return self.current.items.name, ""
         assert self.follower is not None
         if self.follower.stale:
             self._catch_up()
@@ -604,18 +605,21 @@ class LiveCatalog:
                     raise
                 continue
             if change_set is None:
-                return ""
+                return self.current.items.name, ""
             try:
                 stored = shared.append(replace(change_set, writer=writer))
             except PositionTaken:
                 self.follower.conflicts += 1
                 self._catch_up()
             except AppendUncertain as error:
-                if any(each.writer == writer for each in self._settle(error)):
-                    return UNKNOWN_REPLICAS if shared.wait_replicas else ""
+                for each in self._settle(error):
+                    if each.writer == writer:  # others may stand behind it
+                        version = self.current.items.base.version
+                        name = str(VersionName(version, each.epoch, each.number))
+                        return name, UNKNOWN_REPLICAS if shared.wait_replicas else ""
             else:
                 self._apply_appended(stored)
-                return stored.warning
+                return self.current.items.name, stored.warning
         raise CatalogConflict(
             f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
         )

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.campaign.catalog_fleet import Plan, on_one_redis, with_failovers
 from benchmarks.campaign.site import Site
-from recserve.config import ServerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -15,8 +14,6 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("run, faults", [(on_one_redis, 5), (with_failovers, 2)])
 def test_histories_are_explained(run, faults, tmp_path):
     """Nothing that was acknowledged is lost on one Redis; what a failover loses is counted."""
-    if "catalog_log" not in ServerConfig.model_fields:
-        pytest.skip("servers cannot share a catalogue")
     site = Site(tmp_path, seed=3)
     site.begin("fleet")
     seen = run(site, Plan(300, faults, 60, seed=3))

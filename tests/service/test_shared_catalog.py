@@ -4,6 +4,7 @@ import contextlib
 import secrets
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import redis
 from recserve.features.catalog.catalog_log import JournalError
 from recserve.features.catalog.versions import difference
 from recserve.schemas.items import RecommendRequest, RollbackRequest
+from recserve.server.context import MIN_VERSION_HEADER
 from recserve.service import Service, ServiceOptions, catalog_follower, live_catalog
 from recserve.service.errors import (
     CatalogBehind,
@@ -22,6 +24,8 @@ from recserve.service.errors import (
 )
 from recserve.service.options import CatalogLogOptions
 from tests.support.live_catalogues import base_of, item_like, lonely, put, scores, slate
+from tests.support.live_server import live
+from tests.support.redis_server import wait_for
 from tests.support.tiny_bundle import shared_bundle
 
 NAME = "shop"
@@ -263,6 +267,7 @@ def test_a_change_whose_reply_is_lost_is_made_once(fleet, stored):
             return append(*arguments)
         if stored:
             append(*arguments)
+            put(other, item_like(other, "b"))  # stands behind it
         raise redis.TimeoutError("the reply is lost")
 
     log._append = lost
@@ -285,6 +290,19 @@ def test_an_acknowledged_change_is_seen_by_a_request_that_names_it(fleet):
     answer = slate(other, min_catalog_version=named)
     timer.join()
     assert answer.catalog_version == named and "a" in scores(answer)
+
+
+def test_a_request_with_a_body_waits_for_the_version_of_its_header(fleet):
+    one, other = fleet.open(), fleet.open()
+    fleet.services.remove(other)  # it closes with its server
+    put(one, item_like(one, "a"))
+    body = {"items": [{"item_id": "b", "title": "Rose lipstick"}]}
+    with live(other, catalog_log=fleet.url) as client, ThreadPoolExecutor(1) as pool:
+        with other.catalog.pause_changes():
+            headers = {MIN_VERSION_HEADER: put(one, item_like(one, "c")).catalog_version}
+            answer = pool.submit(client.put, "/v1/items", json=body, headers=headers)
+            wait_for(lambda: other.catalog.follower._awaited, "the request does not wait")
+        assert answer.result().json()["catalog_version"].endswith(".3")
 
 
 def test_a_version_of_an_earlier_epoch_is_there_or_lost(fleet):
