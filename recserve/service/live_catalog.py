@@ -1184,6 +1184,8 @@ class _VersionArchive:
             items: The version.
             base_trie: Base trie of this version or of an earlier one.
         """
+        if not items.number:  # after the loss of a log; it is the version of the bundle
+            return
         since_s = items.time_ms / 1e3 if items.epoch else self._now()
         self._newest[items.name] = _ArchivedVersion(items, base_trie, since_s)
         while len(self._newest) > MAX_NEWEST:

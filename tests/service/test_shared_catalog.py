@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import redis
+from msgspec import UNSET
 
 from recserve.features.catalog.catalog_log import JournalError
 from recserve.features.catalog.versions import difference
@@ -25,7 +26,7 @@ from recserve.service.errors import (
 from recserve.service.options import CatalogLogOptions
 from tests.support.live_catalogues import base_of, item_like, lonely, put, scores, slate
 from tests.support.live_server import live
-from tests.support.redis_server import wait_for
+from tests.support.redis_server import servers, start_sentinel, wait_for
 from tests.support.tiny_bundle import shared_bundle
 
 NAME = "shop"
@@ -363,3 +364,18 @@ def test_a_damaged_change_stops_a_server_where_it_is(fleet):
         put(one, item_like(one, "b"))
     with pytest.raises(JournalError, match="position 2 is damaged"):
         fleet.open()
+
+
+@pytest.mark.slow
+def test_a_change_waits_for_replicas_of_redis_and_says_if_they_lack_it(tmp_path, redis_url):
+    with servers() as started:
+        sentinel, port = start_sentinel(tmp_path, started)
+        with redis.Redis(port=port) as primary:
+            wait_for(lambda: primary.info("replication")["slave0"]["state"] == "online", "no copy")
+        fleet = Fleet(redis_url, tmp_path)
+        fleet.url = f"redis+sentinel://{sentinel}/shop"
+        one, strict = fleet.open(), fleet.open(wait_replicas=2)
+        assert put(one, item_like(one, "a")).warning is UNSET
+        assert "1 of 2 replicas" in put(strict, item_like(strict, "b")).warning
+        assert_equal(fleet)
+        fleet.close()
