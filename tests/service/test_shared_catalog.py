@@ -298,7 +298,8 @@ def test_a_request_with_a_body_waits_for_the_version_of_its_header(fleet):
     fleet.services.remove(other)  # it closes with its server
     put(one, item_like(one, "a"))
     body = {"items": [{"item_id": "b", "title": "Rose lipstick"}]}
-    with live(other, catalog_log=fleet.url) as client, ThreadPoolExecutor(1) as pool:
+    settings = {"catalog_log": fleet.url, "signing_key": "k" * 16}
+    with live(other, **settings) as client, ThreadPoolExecutor(1) as pool:
         with other.catalog.pause_changes():
             headers = {MIN_VERSION_HEADER: put(one, item_like(one, "c")).catalog_version}
             answer = pool.submit(client.put, "/v1/items", json=body, headers=headers)
