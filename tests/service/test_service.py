@@ -366,7 +366,7 @@ def test_warm_events_leave_only_the_tree_to_compute(service, tmp_path, ids, mode
 
 
 def test_a_full_queue_leaves_prefixes_cold(service, ids, monkeypatch):
-    def full(_):
+    def full(*_):
         raise QueueFull("full", 0.1)
 
     monkeypatch.setattr(service.engine, "submit", full)
