@@ -501,9 +501,9 @@ def _check_oracle(
         for one in operations:
             if one.result is Result.OK and one.version is not None and one.version not in line:
                 continue
-            if one.version is None and report.lost:
-                continue  # a refusal names no version, so it may be one of what is lost
-            if one.newest and one.result is Result.OK and item in one.seen:
+            # A refusal names no version, so it may have read what is lost.
+            told = one.version is not None or not report.lost
+            if told and one.newest and one.result is Result.OK and item in one.seen:
                 calls.append(Call(one.began, one.ended, one.seen[item]))
                 read.add(one.seen[item])
             values |= {one.writes[item]} if item in one.writes else set()
