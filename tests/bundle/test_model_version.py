@@ -14,14 +14,17 @@ import torch
 from recserve.bundle.bundle import MANIFEST, SETTINGS, UNTRAINED, Bundle, Manifest
 from recserve.models.item_heads import SelfDraftConfig, SelfDraftHead, save_self_draft
 from recserve.service import Service
+from recserve.training.similar import train_similar
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle, with_models
 
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle with every part: recommender, both draft heads, retriever, ranker."""
+    """A bundle with every part: recommender, both draft heads, retriever, ranker, links."""
     folder = tiny_bundle(tmp_path_factory.mktemp("complete"), ranker=False, recommender=False)
-    return with_models(folder, every_strategy=True)
+    with_models(folder, every_strategy=True)
+    train_similar(Bundle.open(folder))
+    return folder
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def test_each_file_of_a_bundle_changes_the_version(copied: Path) -> None:
     """One drawn byte of each file in turn; its section is recorded as training records it."""
     rng, seen = random.Random(7), {version(copied)}
     sections = parts(copied)
-    assert len(sections) == 6
+    assert len(sections) == 7
     for name in Bundle.open(copied).manifest.files:
         bundle = Bundle.open(copied)
         path = copied / name
@@ -91,6 +94,7 @@ OTHER_VALUES = {
     "own_vectors": (True,),
     "shared_ids": ("popular", "first", "all"),
     "dense_weight": (3.5, 7),
+    "weight": (1.5, 3),
     "auto": (None,),
     "recommender": ("0" * 64, "1" * 64),
 }

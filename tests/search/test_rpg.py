@@ -311,9 +311,7 @@ def test_the_service_answers_from_it(product, tmp_path):
         body = RankRequest(user=user, candidates=candidates, scorer="likelihood")
         ranked = service.rank(body)
         assert [item.item_id for item in ranked.items] == [item.item_id for item in answer.items]
-        with pytest.raises(
-            InvalidRequest, match="expected one of auto, rpg, popular, latest, got 'beam'"
-        ):
+        with pytest.raises(InvalidRequest, match="expected one of auto, rpg, .*, got 'beam'"):
             service.recommend(RecommendRequest(user=user, strategy="beam"))
         with pytest.raises(InvalidRequest, match="does not use it"):
             service.recommend(RecommendRequest(user=user, dense_weight=1.0))

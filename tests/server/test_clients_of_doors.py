@@ -48,6 +48,7 @@ BODIES = {
     "embeddings": [{"input": ["a", "b"]}],
 }
 NO_QUERIES = {
+    "similar": [{"item_ids": ITEMS}],
     "tokenize": [{"prompt": "a"}],
     "detokenize": [{"tokens": [1]}],
     "put_items": [{"items": [{"item_id": ITEMS[0]}]}],

@@ -46,6 +46,7 @@ RIGHT = {
     "own_vectors": [True],
     "has_timestamps": [True],
     "dense_weight": [1.5, 3],
+    "weight": [1.5, 3],
     "auto": [None],
 }
 

@@ -280,7 +280,7 @@ def test_what_this_bundle_lacks_is_refused_with_the_command_that_adds_it(tmp_pat
             with pytest.raises(InvalidRequest) as caught:
                 recommend(service, "u", strategy=name)
             said = f"{name!r}: {advice}" if advice else repr(name)
-            assert str(caught.value).endswith(f"popular, latest, got {said}")
+            assert str(caught.value).endswith(f"similar_vectors, got {said}")
         with pytest.raises(InvalidRequest, match="got 'ranker': no ranker .* train ranker`$"):
             rank(service, "u", ["i"], scorer="ranker")
 
@@ -290,7 +290,7 @@ def test_a_bundle_without_models_says_so(tmp_path):
     service = Service.open(bundle, device="cpu")
     assert (tmp_path / "bundle.history").is_dir()
     for name in strategy_classes():
-        with pytest.raises(UnknownModel, match="or ask for strategy popular or latest"):
+        with pytest.raises(UnknownModel, match="or ask for strategy popular, latest or similar"):
             recommend(service, "u", strategy=name)
     with pytest.raises(UnknownModel):
         rank(service, "u", ["i"])
