@@ -62,7 +62,7 @@ def test_recommend(page, users):
     page.until("location.hash.includes('user=')")
     strategies = page.run("[...document.getElementById('strategy').options].map((o) => o.value)")
     models = page.run("fetch('/v1/models').then((a) => a.json())")["data"]
-    assert strategies == ["auto", *models[0]["recserve"]["strategies"]]
+    assert strategies == ["auto", *models[0]["recserve"]["strategies"], "similar"]
     page.type("#user", users[3])
     page.press("Enter")
     page.until(f"location.hash === '#recommend?user={users[3]}'")
