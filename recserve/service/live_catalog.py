@@ -42,7 +42,6 @@ from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog import item_keys
 from recserve.features.catalog.catalog_log import (
-    Appended,
     AppendUncertain,
     CatalogLog,
     JournalError,
@@ -618,18 +617,13 @@ class LiveCatalog:
                         name = str(VersionName(version, each.epoch, each.number))
                         return name, UNKNOWN_REPLICAS if shared.wait_replicas else ""
             else:
-                self._apply_appended(stored)
+                self._apply([stored.change_set])
+                self.follower.reached(self.current.items)
+                self._condense_if_long()
                 return self.current.items.name, stored.warning
         raise CatalogConflict(
             f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
         )
-
-    def _apply_appended(self, stored: Appended) -> None:
-        """Applies what this server has stored in a shared log."""
-        assert self.follower is not None
-        self._apply([stored.change_set])
-        self.follower.reached(self.current.items)
-        self._condense_if_long()
 
     def _settle(self, uncertain: AppendUncertain) -> list[ChangeSet]:
         """Reads a shared log that has not answered to a change. Raises the error if it cannot."""
