@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 import typer.main
 
 from tests.support.paths import reference
@@ -76,3 +77,12 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield f"redis://127.0.0.1:{port}/0"
     server.kill()
     server.wait()
+
+
+@pytest.fixture
+def empty_redis(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of the real redis-server, which has no keys."""
+    client = redis.Redis.from_url(redis_url)
+    client.flushall()
+    yield client
+    client.close()

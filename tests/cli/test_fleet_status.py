@@ -5,7 +5,6 @@ import random
 
 import msgspec
 import pytest
-import redis
 from typer.testing import CliRunner
 
 from recserve.cli import app
@@ -24,15 +23,7 @@ def status(*words, **environment):
 
 
 @pytest.fixture
-def plain(redis_url):
-    client = redis.Redis.from_url(redis_url)
-    client.flushall()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def directory(plain, redis_url):
+def directory(empty_redis, redis_url):
     directory = FleetDirectory(connect(redis_url), NAME)
     yield directory
     directory.close()
@@ -79,20 +70,20 @@ def test_the_exit_status_says_whether_servers_agree(directory, redis_url, seed):
         assert one.address in table.stdout and one.bundle in table.stdout
 
 
-def test_a_server_that_ends_or_is_silent_is_no_longer_listed(directory, plain, monkeypatch):
+def test_a_server_that_ends_or_is_silent_is_no_longer_listed(directory, empty_redis, monkeypatch):
     rng = random.Random(3)
     first, second, third = (draw(rng, number) for number in range(3))
     for one in (first, second, third):
         directory.report(one)
     directory.leave(first.id)
-    report = plain.hget(KEY, second.id)
-    plain.hset(KEY, second.id, b"1" + report[report.index(b" ") :])
+    report = empty_redis.hget(KEY, second.id)
+    empty_redis.hset(KEY, second.id, b"1" + report[report.index(b" ") :])
     assert [one.id for one in directory.read().replicas] == [third.id]
     directory.report(third)
-    assert plain.hkeys(KEY) == [third.id.encode()]
+    assert empty_redis.hkeys(KEY) == [third.id.encode()]
     monkeypatch.setattr(fleet, "TTL_S", 0.05)
     directory.report(third)
-    assert 0 < plain.pttl(KEY) <= 50
+    assert 0 < empty_redis.pttl(KEY) <= 50
 
 
 GOOD = msgspec.json.encode(Replica(id="x", state="ready"))
@@ -119,36 +110,36 @@ GOOD = msgspec.json.encode(Replica(id="x", state="ready"))
         b"%d \xff\xfe",
     ],
 )
-def test_what_others_write_is_checked(directory, plain, redis_url, value):
+def test_what_others_write_is_checked(directory, empty_redis, redis_url, value):
     """A report that cannot be read is named, and is no agreement; other reports are shown."""
-    now = plain.time()[0] * 1000
+    now = empty_redis.time()[0] * 1000
     directory.report(Replica(id="good", address="good:1", state="ready"))
-    plain.hset(KEY, "x", value.replace(b"%d", b"%d" % now))
+    empty_redis.hset(KEY, "x", value.replace(b"%d", b"%d" % now))
     done = status(redis_url, "--catalog-name", NAME)
     assert done.exit_code == 1 and "good:1" in done.stdout
     assert "error: report of x: " in done.output and "\x1b" not in done.output
     assert len(json.loads(status(redis_url, "--catalog-name", NAME, "--json").stdout)["malformed"])
 
 
-def test_too_many_or_something_else_is_one_line(directory, plain, redis_url):
+def test_too_many_or_something_else_is_one_line(directory, empty_redis, redis_url):
     def refused(message):
         done = status(redis_url, "--catalog-name", NAME)
         assert done.exit_code == 1 and isinstance(done.exception, OSError)
         assert message in str(done.exception)
 
-    plain.hset(KEY, mapping={str(number): "x" for number in range(fleet.MAX_REPLICAS + 1)})
+    empty_redis.hset(KEY, mapping={str(number): "x" for number in range(fleet.MAX_REPLICAS + 1)})
     refused("1001 servers; expected at most 1000")
     directory.report(Replica(id="good", state="ready"))
     assert [one.id for one in directory.read().replicas] == ["good"]
-    plain.delete(KEY)
-    plain.hset(KEY, "y" * 10_000, "x")
+    empty_redis.delete(KEY)
+    empty_redis.hset(KEY, "y" * 10_000, "x")
     assert len(directory.read().malformed[0]) < 300
-    plain.delete(KEY)
-    plain.set(KEY, "x")
+    empty_redis.delete(KEY)
+    empty_redis.set(KEY, "x")
     refused("WRONGTYPE")
 
 
-def test_wrong_calls_are_one_line(redis_url, plain, tmp_path):
+def test_wrong_calls_are_one_line(redis_url, empty_redis, tmp_path):
     for words, message in (
         ((redis_url,), "no server has reported to the catalogue items"),
         ((redis_url, "--catalog-name", "a{b}"), "catalog_name is 'a{b}'"),

@@ -40,15 +40,7 @@ def catalog():
 
 
 @pytest.fixture
-def client(redis_url):
-    client = redis.Redis.from_url(redis_url)
-    client.flushall()
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def new_log(client, redis_url, catalog):
+def new_log(empty_redis, redis_url, catalog):
     """Returns a function that opens the log as another process."""
     opened = []
 
@@ -190,7 +182,7 @@ def test_a_wait_ends_with_a_change_or_with_its_time(new_log):
     assert not log.wait(2, 0.01)
 
 
-def test_a_gap_and_a_position_of_another_epoch_are_refused(new_log, client):
+def test_a_gap_and_a_position_of_another_epoch_are_refused(new_log, empty_redis):
     log, other = new_log(), new_log()
     with pytest.raises(PositionTaken, match="read the log"):
         log.append(ChangeSet(1))
@@ -203,7 +195,7 @@ def test_a_gap_and_a_position_of_another_epoch_are_refused(new_log, client):
     with pytest.raises(PositionTaken, match="position 1 is taken"):
         other.append(ChangeSet(1))
     old = epoch_of(log)
-    client.hset(log._keys[2], "server", "another")  # it has taken over
+    empty_redis.hset(log._keys[2], "server", "another")  # it has taken over
     with pytest.raises(PositionTaken):
         log.append(ChangeSet(2))
     assert log.read(2, old) == []
@@ -215,18 +207,18 @@ def test_a_gap_and_a_position_of_another_epoch_are_refused(new_log, client):
 @pytest.mark.parametrize("lost", range(1, 4))
 @pytest.mark.parametrize("rewritten", range(5))
 def test_a_loss_by_a_takeover_is_seen_however_much_is_written_after_it(
-    new_log, client, lost, rewritten
+    new_log, empty_redis, lost, rewritten
 ):
     ahead, behind = new_log(), new_log()
     ahead.read()
     behind.read()
     for number in range(1, 6):
         if number == 6 - lost:
-            copy = client.dump(ahead._keys[0])
+            copy = empty_redis.dump(ahead._keys[0])
             behind.read()
         ahead.append(ChangeSet(number))
-    client.restore(ahead._keys[0], 0, copy, replace=True)
-    client.hset(ahead._keys[2], "server", "another")
+    empty_redis.restore(ahead._keys[0], 0, copy, replace=True)
+    empty_redis.hset(ahead._keys[2], "server", "another")
     writer, old = new_log(), epoch_of(ahead)
     kept = len(writer.read())
     assert kept == 5 - lost
@@ -239,11 +231,11 @@ def test_a_loss_by_a_takeover_is_seen_however_much_is_written_after_it(
     assert len(ahead.read()) == kept + rewritten
 
 
-def test_a_log_that_is_gone_is_seen(new_log, client):
+def test_a_log_that_is_gone_is_seen(new_log, empty_redis):
     log = new_log()
     log.read()
     log.append(ChangeSet(1))
-    client.flushall()
+    empty_redis.flushall()
     other = new_log()
     other.read()
     other.append(ChangeSet(1))
@@ -279,31 +271,33 @@ def damaged_lines(catalog):
     yield format_line(ChangeSet(2, (ItemChange(record),), ("new",)))
 
 
-def test_a_damaged_change_set_is_refused_by_its_position(new_log, client, catalog, monkeypatch):
+def test_a_damaged_change_set_is_refused_by_its_position(
+    new_log, empty_redis, catalog, monkeypatch
+):
     log = new_log()
     log.read()
     log.append(ChangeSet(1))
     stream, snapshot = log._keys[:2]
-    start, epoch = client.dump(stream), log._epoch
+    start, epoch = empty_redis.dump(stream), log._epoch
     for line in damaged_lines(catalog):
-        client.restore(stream, 0, start, replace=True)
-        client.xadd(stream, {"epoch": epoch, "line": line}, "2-0")
+        empty_redis.restore(stream, 0, start, replace=True)
+        empty_redis.xadd(stream, {"epoch": epoch, "line": line}, "2-0")
         with pytest.raises(JournalError, match="position 2 is damaged"):
             log.read(2, int(epoch))
-        client.delete(stream)
-        client.hset(snapshot, mapping={"position": 2, "epoch": epoch, "lines": line + b"\n"})
+        empty_redis.delete(stream)
+        empty_redis.hset(snapshot, mapping={"position": 2, "epoch": epoch, "lines": line + b"\n"})
         with pytest.raises(JournalError, match="position 2 is damaged"):
             new_log().read()
-        client.delete(snapshot)
-    client.restore(stream, 0, start, replace=True)
-    client.xadd(stream, {"epoch": epoch, "line": format_line(ChangeSet(3))}, "3-0")
+        empty_redis.delete(snapshot)
+    empty_redis.restore(stream, 0, start, replace=True)
+    empty_redis.xadd(stream, {"epoch": epoch, "line": format_line(ChangeSet(3))}, "3-0")
     with pytest.raises(JournalError, match="expected position 2, got '3-0'"):
         log.read(2, int(epoch))
     monkeypatch.setattr(redis_log, "MAX_ENTRY_BYTES", 30)
     with pytest.raises(JournalError, match="at most 30"):
         log.append(ChangeSet(2, hidden=("a",)))
-    client.restore(stream, 0, start, replace=True)
-    client.xadd(stream, {"epoch": epoch, "line": b"x" * 31}, "2-0")
+    empty_redis.restore(stream, 0, start, replace=True)
+    empty_redis.xadd(stream, {"epoch": epoch, "line": b"x" * 31}, "2-0")
     with pytest.raises(JournalError, match="position 2 has 31 bytes"):
         log.read(2, int(epoch))
 
