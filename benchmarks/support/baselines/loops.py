@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from benchmarks.support.baselines.beams import BeamSearch, Slates
 from benchmarks.support.baselines.llama import Network
+from recserve.models.attention import Attend
 from recserve.models.recommender import Recommender
 
 
@@ -37,7 +38,7 @@ def kv_copy(model: Network, prompts: Tensor, search: BeamSearch) -> Slates:
 
 
 @dataclass
-class _TreeKeys:
+class _TreeKeys(Attend):
     """Attention over all stored keys.
 
     `mask` is [B, 1, T, stored + T], or None for a causal prefix.
