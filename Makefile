@@ -144,12 +144,12 @@ $(BIN)/python:
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing recserve and its pinned dependencies (minutes the first time)"
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
-	@$(PIP) --editable '.[train]'
+	@$(PIP) --editable '.[train,grammar]'
 	@touch $@
 
 $(DEV): $(RUNTIME)
 	@echo "installing the development tools"
-	@$(PIP) --editable '.[train,dev]' $$($(BIN)/python -m pip show torch | grep '^Requires:.*triton' >/dev/null || echo $(TRITON))
+	@$(PIP) --editable '.[train,grammar,dev]' $$($(BIN)/python -m pip show torch | grep '^Requires:.*triton' >/dev/null || echo $(TRITON))
 	@touch $@
 
 $(DOCS): $(RUNTIME)

@@ -12,6 +12,7 @@ import importlib.util
 EXTRAS = {
     "aiohttp": ("aiohttp", "bench"),
     "httpx": ("httpx", "client"),
+    "llguidance": ("llguidance", "grammar"),
     "matplotlib": ("matplotlib", "train"),
     "opentelemetry": ("OpenTelemetry", "otel"),
     "ray": ("ray", "ray"),

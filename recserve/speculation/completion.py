@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from recserve.core.constraint import Constraint
 from recserve.core.request import Timing
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 
@@ -72,6 +73,7 @@ class TextQuery:
             there, for example because a stop string was found.
         group: Number of times GROUP_COST that the same body costs before this text. Later groups
             give way to the requests of other bodies.
+        constraint: What the text may be. None leaves it free.
     """
 
     prompt: np.ndarray
@@ -81,6 +83,7 @@ class TextQuery:
     deadline_s: float | None = None
     on_commit: Callable[[TextCommit], bool] | None = None
     group: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclass

@@ -156,6 +156,7 @@ def _queries(
                 deadline_s=deadline_s,
                 on_commit=stream.on_commit,
                 group=group,
+                constraint=plan.constraint,
             )
         )
     return queries

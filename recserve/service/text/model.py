@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from recserve.core.client import Client
+from recserve.core.constraint import Choices, Constraint, Grammar
+from recserve.extras import describe_missing
+from recserve.schemas.items import UnsupportedField
 from recserve.service.errors import ContextExceeded, UnknownModel
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.verifiers.registry import verifiers
 from recserve.tokenizer.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from recserve.service.text.constraints.compiler import ConstraintCompiler
 
 
 class TextEngine(Protocol):
@@ -64,6 +71,31 @@ class TextModel:
         """Raises UnknownModel if a request names another model."""
         if name and name != self.name and name not in self.aliases:
             raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
+
+    def constrain(
+        self, param: str, wanted: Grammar | Choices | None, allowed: Sequence[int] | None = None
+    ) -> Constraint:
+        """Compiles the constraint of a request; arguments and errors as `ConstraintCompiler`.
+
+        A thread that prepares requests calls it, because it takes up to a second.
+
+        Raises:
+            UnsupportedField: If the library of grammars is not installed.
+        """
+        try:
+            return self._constraints.compile(param, wanted, allowed)
+        except ModuleNotFoundError as error:
+            missing = describe_missing(error, "a constrained text")
+            if missing is None:
+                raise
+            raise UnsupportedField(param, missing) from None
+
+    @cached_property
+    def _constraints(self) -> ConstraintCompiler:
+        # Imported here, so that a server without constrained texts never does.
+        from recserve.service.text.constraints.compiler import ConstraintCompiler
+
+        return ConstraintCompiler(self.tokenizer, self.vocab_size, self.end_tokens)
 
     def exceeded(self, param: str, taken: str) -> ContextExceeded:
         """Returns the error of a request that does not fit the context.

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from recserve.core.constraint import Constraint
 from recserve.core.errors import DeadlineExceeded
 from recserve.drafters.registry import (
     check_speculation,
@@ -72,6 +73,7 @@ class TextPlan:
         params: Sampling parameters of all texts; the copies of a prompt follow each other.
         speculation: Drafting options.
         stops: Strings that end a text.
+        constraint: What every text may be; None leaves it free.
     """
 
     prompts: list[Prompt]
@@ -79,6 +81,7 @@ class TextPlan:
     params: list[SamplingParams]
     speculation: Speculation
     stops: list[str]
+    constraint: Constraint | None = None
 
 
 def plan_completion(
@@ -296,14 +299,17 @@ def _plan(
     prompts: list[Prompt],
     most_tokens: Sequence[int | None],
     logprobs: int | None,
+    constraint: Constraint | None = None,
 ) -> TextPlan:
+    if constraint is not None and constraint.end_tokens and body.ignore_eos:
+        raise InvalidRequest("ignore_eos", "a constrained text ends at its end token; leave it out")
     drafting = speculation(body.speculation, body.temperature, model)
     copies, params = body.n or 1, list[SamplingParams]()
     for prompt, most in zip(prompts, most_tokens, strict=True):
         first = _sampling(body, model, prompt, most, logprobs)
         params += [replace(first, seed=derived_seed(first.seed, copy)) for copy in range(copies)]
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    return TextPlan(prompts, copies, params, drafting, stops)
+    return TextPlan(prompts, copies, params, drafting, stops, constraint)
 
 
 def _completion_prompts(

@@ -1,0 +1,1 @@
+"""Constraints of texts: what a request asks for, checked and compiled for one tokeniser."""

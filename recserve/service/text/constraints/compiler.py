@@ -1,0 +1,112 @@
+"""Compiles the constraints of requests: bounded, cached by their text, and refused by name."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from recserve.core.constraint import Choices, Constraint, Grammar
+from recserve.schemas.items import InvalidRequest, UnsupportedField
+from recserve.service.text.constraints.allowed import AllowedConstraint
+from recserve.service.text.constraints.choices import ChoiceTrie
+from recserve.service.text.constraints.grammar import GrammarCompiler, UnfitGrammar
+from recserve.tokenizer.tokenizer import TextTokenizer
+
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 64 << 20
+
+
+class ConstraintCompiler:
+    """Compiles constraints for one model, one at a time.
+
+    A call takes up to a second, so it belongs to a thread that prepares requests. What compiled,
+    and what was refused, is cached by its text.
+    """
+
+    def __init__(
+        self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: tuple[int, ...]
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.end_tokens = tokenizer, vocab_size, end_tokens
+        self._grammars: GrammarCompiler | None = None
+        self._compiling, self._lock = threading.Lock(), threading.Lock()
+        self._cache: OrderedDict[Grammar | Choices, tuple[Constraint | UnfitGrammar, int]] = (
+            OrderedDict()
+        )
+        self._num_bytes = 0
+
+    def compile(
+        self, param: str, wanted: Grammar | Choices | None, allowed: Sequence[int] | None = None
+    ) -> Constraint:
+        """Returns the constraint of a request.
+
+        Args:
+            param: Field of the request that gave it, for errors.
+            wanted: What the text may be; None leaves it free.
+            allowed: Tokens that the text may have; None means all.
+
+        Raises:
+            InvalidRequest: If the constraint is invalid, or not all of it would be enforced. Its
+                field has the path inside the grammar.
+        """
+        if not self.end_tokens:
+            raise UnsupportedField(param, "this model names no end token; its texts cannot end")
+        found = None if wanted is None else self._compiled(wanted)
+        if isinstance(found, UnfitGrammar):
+            raise InvalidRequest(f"{param}{found.path}", str(found))
+        if allowed is not None:
+            return AllowedConstraint(allowed, self.vocab_size, found)
+        assert found is not None, "a constraint, or allowed tokens"
+        return found
+
+    def _compiled(self, wanted: Grammar | Choices) -> Constraint | UnfitGrammar:
+        found = self._cached(wanted)
+        if found is not None:
+            return found
+        with self._compiling:
+            found = self._cached(wanted)  # another thread may have compiled it meanwhile
+            if found is None:
+                try:
+                    found = self._compile(wanted)
+                except UnfitGrammar as error:
+                    found = error
+                self._store(wanted, found)
+        return found
+
+    def _cached(self, wanted: Grammar | Choices) -> Constraint | UnfitGrammar | None:
+        with self._lock:
+            found = self._cache.get(wanted)
+            if found is None:
+                return None
+            self._cache.move_to_end(wanted)
+            return found[0]
+
+    def _store(self, wanted: Grammar | Choices, found: Constraint | UnfitGrammar) -> None:
+        texts = (wanted.text,) if isinstance(wanted, Grammar) else wanted.texts
+        size = 1024 + sum([len(text) for text in texts]) * 4
+        with self._lock:
+            self._cache[wanted] = found, size
+            self._num_bytes += size
+            while len(self._cache) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
+                self._num_bytes -= self._cache.popitem(last=False)[1][1]
+
+    def _compile(self, wanted: Grammar | Choices) -> Constraint:
+        if isinstance(wanted, Choices):
+            return self._trie(wanted)
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.end_tokens)
+        return self._grammars.compile(wanted)
+
+    def _trie(self, choices: Choices) -> ChoiceTrie:
+        """Returns the trie of the choices' tokens.
+
+        Raises:
+            UnfitGrammar: If the tokens of a choice write another text.
+        """
+        tokenizer = self.tokenizer
+        rows = tokenizer.encode_all(choices.texts)
+        for number, (text, tokens) in enumerate(zip(choices.texts, rows, strict=True)):
+            written = b"".join([tokenizer.all_bytes[token] for token in tokens])
+            if written != text.encode("utf-8", "surrogatepass"):
+                raise UnfitGrammar(f"[{number}]", f"the tokeniser cannot write {text[:80]!r}")
+        return ChoiceTrie(rows, self.vocab_size, self.end_tokens)

@@ -1,0 +1,243 @@
+"""Texts of a JSON schema, a regular expression or a Lark grammar, by llguidance.
+
+llguidance raises no error when a matcher meets a limit or a token that does not fit. The matcher
+then allows the end of the text only, and stays so. Therefore `is_error` follows every call here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from recserve.core.constraint import ConstraintError, Grammar, num_words
+from recserve.service.text.constraints.json_schema import UnfitSchema, find_path, read_schema
+from recserve.tokenizer.tokenizer import TextTokenizer
+
+# A state of a lexer takes 1 to 2 kB, and a unit of fuel about .02 us to compile and .07 us to step.
+LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+# A key must have one spelling: `\u0061` would be a second one of `a`.
+ESCAPES = 'nrbtf\\"'
+# Attributes of rules with which a matcher cannot go back.
+_ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
+_ONE_WAY = re.compile(r"\b(max_tokens|stop|temperature)\b")
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
+
+
+class UnfitGrammar(ValueError):
+    """A grammar that texts cannot be held to.
+
+    Attributes:
+        path: Path inside the grammar, behind the name of its field; empty for the whole grammar.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokeniser."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: tuple[int, ...]
+    ) -> None:
+        """Reads the tokeniser, which takes up to a second.
+
+        Raises:
+            ValueError: If llguidance cannot read the tokeniser.
+        """
+        self.vocab_size, self.end_tokens = vocab_size, end_tokens
+        self._tokenizer = LLTokenizer(
+            tokenizer.tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(end_tokens)
+        )
+        self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+
+    def compile(self, wanted: Grammar) -> CompiledGrammar:
+        """Compiles a grammar, without the GIL for the most part.
+
+        Raises:
+            UnfitGrammar: If the grammar is invalid, or not all of it would be enforced.
+        """
+        schema: Mapping[str, Any] = {}
+        if wanted.kind == "json_schema":
+            try:
+                schema = read_schema(wanted.text)
+            except UnfitSchema as error:
+                raise UnfitGrammar(error.path, str(error)) from None
+            text = LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides=json_options(wanted.blanks)
+            )
+        elif wanted.kind == "regex":
+            text = LLMatcher.grammar_from_regex(wanted.text)
+        else:
+            for attributes in _ATTRIBUTES.findall(wanted.text):
+                if found := _ONE_WAY.search(attributes):
+                    raise UnfitGrammar("", f"the attribute {found[0]!r} of a rule is not supported")
+            text = LLMatcher.grammar_from_lark(wanted.text)
+
+        def build() -> LLMatcher:
+            return LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+
+        compiled = CompiledGrammar(build, self.end_tokens)
+        if compiled.error:
+            raise _refusal(schema, compiled.error)
+        first = np.zeros(num_words(self.vocab_size), np.int32)
+        try:
+            for _ in range(2):  # the second one meets the states of the first
+                matcher = compiled.start().fork()
+                matcher.fill(first)
+        except ConstraintError as error:
+            raise UnfitGrammar("", str(error)) from None
+        if matcher.is_dead():
+            raise UnfitGrammar("", "no text can fulfil it")
+        return compiled
+
+
+class CompiledGrammar:
+    """A grammar, compiled for one tokeniser.
+
+    Copies of an `LLMatcher` share one lexer, and the states that it has met count for all of them.
+    So a text that meets their limit would end all later texts of the grammar. A matcher that fails
+    is therefore built anew, with a lexer of its own, which later texts share from then on.
+
+    Attributes:
+        end_tokens: Tokens that end a text.
+    """
+
+    def __init__(self, build: Callable[[], LLMatcher], end_tokens: tuple[int, ...]) -> None:
+        self._build, self.end_tokens = build, end_tokens
+        self._root = build()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar is invalid; empty if it is valid."""
+        return self._root.get_error()
+
+    def start(self) -> GrammarMatcher:
+        """Returns the matcher of an empty text."""
+        return GrammarMatcher(self, self._root.deep_copy(), [])
+
+    def replay(self, tokens: list[int]) -> LLMatcher:
+        """Returns a matcher with a lexer of its own that has read some tokens."""
+        self._root = self._build()
+        copy = self._root.deep_copy()
+        copy.consume_tokens(tokens)
+        return copy
+
+
+class GrammarMatcher:
+    """The place of one text in a grammar.
+
+    What it does is a function of its tokens alone: where it meets a limit, it is replayed with a
+    new lexer, and only if that fails too, it fails.
+    """
+
+    def __init__(
+        self, grammar: CompiledGrammar, inner: LLMatcher, tokens: list[int], forked: bool = False
+    ) -> None:
+        self._grammar, self._inner, self._tokens = grammar, inner, tokens
+        self._forked = forked  # a failed fork costs no more than its nodes of a draft
+
+    def fill(self, row: NDArray[np.int32]) -> None:
+        """Writes the mask of the tokens that may follow."""
+        self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._inner.is_error():
+            self._replay()
+            self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._check()
+
+    def advance(self, token: int) -> None:
+        """Appends a token of the current mask."""
+        self._tokens.append(token)
+        self._inner.consume_token(token)
+        if self._inner.is_error():
+            self._replay()
+
+    def roll_back(self, count: int) -> None:
+        """Removes the last tokens."""
+        if count:
+            del self._tokens[-count:]
+            self._inner.rollback(count)
+            self._check()
+
+    def fork(self) -> GrammarMatcher:
+        """Returns a matcher of the same state."""
+        return GrammarMatcher(self._grammar, self._inner.deep_copy(), list(self._tokens), True)
+
+    def forced(self) -> list[int]:
+        """Returns the tokens that must follow."""
+        return self._inner.compute_ff_tokens()
+
+    def is_dead(self) -> bool:
+        """Returns whether no text can go on from here, nor end here."""
+        return self._inner.is_stopped() and not self._inner.is_accepting()
+
+    def _replay(self) -> None:
+        if not self._forked:
+            self._inner = self._grammar.replay(self._tokens)
+        self._check()
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise ConstraintError(f"the constraint cannot go on: {_line(self._inner.get_error())}")
+
+
+def json_options(blanks: int = 0) -> Any:
+    """Returns how JSON of a schema is written, for llguidance.
+
+    Args:
+        blanks: Most blanks in a row between tokens. 0 writes compact JSON.
+    """
+    options: dict[str, Any] = {
+        "whitespace_flexible": False,
+        "json_allowed_escapes": ESCAPES,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    if blanks:
+        options["whitespace_pattern"] = rf"[\x20\x0A\x0D\x09]{{1,{blanks}}}"
+    return options
+
+
+def json_rule(schema: Mapping[str, Any], blanks: int = 0) -> str:
+    """Returns a schema as an expression of a Lark grammar, with the options of `json_options`.
+
+    Raises:
+        UnfitSchema: As `read_schema`.
+    """
+    checked = read_schema(json.dumps(schema))
+    return "%json " + json.dumps({**checked, "x-guidance": json_options(blanks)})
+
+
+def _refusal(schema: Mapping[str, Any], error: str) -> UnfitGrammar:
+    """Returns what llguidance says against a grammar, with the path where it can be found."""
+    path, reason = "", _line(error)
+    if found := _UNKNOWN_KEYS.search(error):
+        names = json.loads(f"[{found[1]}]")
+        path = find_path(schema, lambda own: next((n for n in names if n in own), None))
+        reason = f"is not supported in constraints: {', '.join(names)}"
+    elif found := _UNKNOWN_FORMAT.search(error):
+        wanted = found[1].strip()
+        path = find_path(schema, lambda own: "format" if own.get("format") == wanted else None)
+        reason = f"{wanted!r} is a format that constraints do not support"
+    return UnfitGrammar(path, reason)
+
+
+def _line(error: str) -> str:
+    """Returns the parts of an error in one short line."""
+    return " ".join(error.partition("\n<")[0].split())[:300]
