@@ -10,20 +10,19 @@ import math
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import NormalDist
 from typing import Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.conversions import NUM_BUCKETS, RateSums
-from recserve.experiments.saved_counts import SavedArm, SavedExperiment
+from recserve.experiments.latencies import NUM_LATENCIES, Ints, Percentile, percentile
+from recserve.experiments.saved_counts import SavedArm, SavedExperiment, from_bytes, to_bytes
 from recserve.experiments.settings import (
     ArmFields,
     ArmSettings,
@@ -32,13 +31,18 @@ from recserve.experiments.settings import (
     GuardSettings,
 )
 from recserve.experiments.tallies import (
+    CAUSES,
+    COMPARISONS,
+    FORWARDINGS,
+    SHARED_UNIT,
     ArmResult,
-    ArmTally,
-    GoalTally,
-    Percentile,
+    Cause,
+    Comparison,
+    Counts,
+    Forwarding,
+    Requests,
     SeenEvents,
-    WindowSummary,
-    percentile,
+    Window,
     user_group,
 )
 from recserve.experiments.verdict import (
@@ -57,8 +61,6 @@ from recserve.schemas.experiments import (
     Status,
 )
 
-Cause = Literal["errors", "empty", "p99"]
-CAUSES: tuple[Cause, ...] = ("errors", "empty", "p99")
 # An arm must be worse with this confidence, so that one bad request stops nothing.
 CONFIDENCE = 0.99
 P99 = 0.99
@@ -67,9 +69,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 # Units that the sample-ratio check remembers, as salted hashes.
 MAX_UNITS = 100_000
-# What became of a request that the server of an arm got.
-Forwarding = Literal["answered", "late", "failed", "refused", "busy"]
-FORWARDINGS: tuple[Forwarding, ...] = ("answered", "late", "failed", "refused", "busy")
+OTHER_EVENTS, USERS = 0, 1  # places in `Counts.other`
 
 
 @dataclass(frozen=True)
@@ -89,38 +89,38 @@ class Breach:
 Check = Breach | Literal["holds", "unclear"]
 
 
-def judge(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Breach | None:
+def judge(control: Requests, arm: Requests, guard: GuardSettings) -> Breach | None:
     """Returns why the arm must stop; None if it may go on."""
     checks = (check_errors, check_empty, check_p99)
     found = (check(control, arm, guard) for check in checks)
     return next((one for one in found if isinstance(one, Breach)), None)
 
 
-def check_errors(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+def check_errors(control: Requests, arm: Requests, guard: GuardSettings) -> Check:
     """Returns a breach if the arm surely has more errors than allowed, by the Wilson bound."""
     counts = arm.errors, arm.requests, control.errors, control.requests
     return _check_share("errors", "error share", counts, guard.error_share, guard)
 
 
-def check_empty(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+def check_empty(control: Requests, arm: Requests, guard: GuardSettings) -> Check:
     """Returns a breach if the arm surely has more empty answers than allowed."""
     counts = arm.empty, arm.requests, control.empty, control.requests
     return _check_share("empty", "share of empty answers", counts, guard.empty_share, guard)
 
 
-def check_p99(control: WindowSummary, arm: WindowSummary, guard: GuardSettings) -> Check:
+def check_p99(control: Requests, arm: Requests, guard: GuardSettings) -> Check:
     """Returns a breach if the arm's p99 is surely higher than allowed, by order statistics."""
-    if min(len(control.seconds), len(arm.seconds)) < guard.min_requests:
+    if min(control.num_timed, arm.num_timed) < guard.min_requests:
         return "unclear"
-    ours = percentile(arm.seconds, P99, 2 * CONFIDENCE - 1)
-    base = percentile(control.seconds, P99, CONFIDENCE)
+    ours = percentile(arm.latencies, P99, 2 * CONFIDENCE - 1)
+    base = percentile(control.latencies, P99, CONFIDENCE)
     if ours is None or base is None or ours.low is None:
         return "unclear"
     if ours.low <= guard.p99_factor * base.value:
         return "holds"
     return Breach(
         "p99",
-        f"p99 {ours.value * 1e3:.1f} ms in {len(arm.seconds)} answers; "
+        f"p99 {ours.value * 1e3:.1f} ms in {arm.num_timed} answers; "
         f"control {base.value * 1e3:.1f} ms",
     )
 
@@ -166,24 +166,18 @@ class ServingArm:
     """An arm of a running experiment.
 
     Attributes:
+        number: Its place among the arms; 0 is the control.
         settings: Its settings, with the address of its server.
         weight: Share of the units.
         fields: Request fields that the arm sets.
-        label: `experiment/arm`, the label of metrics.
-        tally: Its requests.
-        goals: Its answers, and the events that they led to.
-        forwarded: Number of requests for its server by what became of them.
+        experiment: Name of the experiment.
     """
 
+    number: int
     settings: ArmSettings
     weight: float
     fields: ArmFields
-    label: str
-    tally: ArmTally
-    goals: GoalTally
-    forwarded: Counter[Forwarding] = field(
-        default_factory=lambda: Counter(dict.fromkeys(FORWARDINGS, 0))
-    )
+    experiment: str
 
     @property
     def name(self) -> str:
@@ -191,27 +185,14 @@ class ServingArm:
         return self.settings.name
 
     @property
+    def label(self) -> str:
+        """The label of metrics, `experiment/arm`."""
+        return f"{self.experiment}/{self.name}"
+
+    @property
     def remote(self) -> bool:
         """True if another server answers the requests of the arm."""
         return self.settings.url is not None
-
-
-@dataclass
-class ComparisonCounts:
-    """Running sums of comparisons in the modes `paired`, `shadow` and `interleaved`.
-
-    Attributes:
-        answers: Requests that both arms answered.
-        shared: Sum over these of the share of the control's items that the other arm has.
-        identical: Answers with the same items in the same order.
-        dropped: Shadow copies that did not run because the server was busy, and pairs in which the
-            second arm had less than half of the time until the deadline.
-    """
-
-    answers: int = 0
-    shared: float = 0.0
-    identical: int = 0
-    dropped: int = 0
 
 
 class Experiment:
@@ -224,8 +205,7 @@ class Experiment:
         exclusion: Says which requests take no part.
         status: State of the experiment.
         reason: Why it does not run; None while it runs.
-        fallbacks: Number of automatic fall-backs by cause.
-        compared: Comparisons of the arms' items for one request.
+        counts: What it has counted.
         keep: Writes a state so that it survives a crash, and raises OSError if it cannot; None
             keeps the state in memory. A stop, a start and a fall-back are written before they are
             acknowledged.
@@ -245,15 +225,10 @@ class Experiment:
         fields = settings.arm_fields()
         names = [arm.name for arm in settings.arms]
         self.arms = tuple(
-            ServingArm(
-                arm,
-                weight,
-                each,
-                f"{settings.name}/{arm.name}",
-                ArmTally(guard.window_s),
-                GoalTally(settings.goal_types),
+            ServingArm(number, arm, weight, each, settings.name)
+            for number, (arm, weight, each) in enumerate(
+                zip(settings.arms, settings.weights, fields, strict=True)
             )
-            for arm, weight, each in zip(settings.arms, settings.weights, fields, strict=True)
         )
         self.split = ArmSplit.even(
             settings.name if settings.seed is None else settings.seed,
@@ -263,8 +238,9 @@ class Experiment:
         )
         self.status: Status = "running"
         self.reason: str | None = None
-        self.fallbacks: Counter[Cause] = Counter(dict.fromkeys(CAUSES, 0))
-        self.compared = ComparisonCounts()
+        self.counts = Counts(len(names), settings.goal_types)
+        self._before = self._new_counts()  # at the last start
+        self._window = Window(guard.window_s, self.counts.num_window)
         self.exclusion = Exclusion.of(settings.use, fields)
         self.keep: Callable[[SavedExperiment], None] | None = None
         self._clock = clock
@@ -272,7 +248,6 @@ class Experiment:
         self._keeping = threading.Lock()  # from making a state until it is written
         self._kept = True  # whether the last write succeeded
         self._units: set[int] = set()
-        self._units_per_arm: Counter[str] = Counter()
         self._looked_s = clock()
         self._seen = SeenEvents()
         self._ran_s = 0.0
@@ -302,7 +277,7 @@ class Experiment:
         The p-value is None without units, and so outside mode `split`.
         """
         with self._lock:
-            counts = tuple(self._units_per_arm[arm.name] for arm in self.arms)
+            counts = tuple(self.counts.other[:, USERS].tolist())
         return counts, _sample_ratio_p(counts, self.settings.weights)
 
     def see(self, unit: str, arm: str) -> None:
@@ -311,13 +286,16 @@ class Experiment:
         with self._lock:
             if number not in self._units and len(self._units) < MAX_UNITS:
                 self._units.add(number)
-                self._units_per_arm[arm] += 1
+                self.counts.other[self.arm(arm).number, USERS] += 1
 
     def record(self, arm: ServingArm, result: ArmResult) -> None:
         """Adds the result of a request, and falls back to the control if a guard says so."""
         now_s = self._clock()
         with self._lock:
-            arm.tally.add(result, now_s)
+            places, window = self.counts.result_places(arm.number, result), self._window
+            for values in (self.counts.values, window.current(now_s)):
+                for place in places:
+                    values[place] += 1
             if self.status != "running" or self.settings.guard is None:
                 return
             if now_s - self._looked_s < LOOK_S:
@@ -337,7 +315,7 @@ class Experiment:
         group = user_group(self.split.seed, unit)
         with self._lock:
             for name in arms:
-                self.arm(name).goals.add_answer(group)
+                self.counts.answers[self.arm(name).number, group] += 1
 
     def count_event(self, arm: str, unit: str, event_type: str, key: str) -> None:
         """Counts an event that an answer led to, once.
@@ -348,13 +326,22 @@ class Experiment:
             event_type: Type of the event.
             key: Names the answer and the item; an event with the same key and type comes again.
         """
-        if not self.settings.goal_types or arm not in (each.name for each in self.arms):
+        goals = self.settings.goal_types
+        number = next((each.number for each in self.arms if each.name == arm), None)
+        if not goals or number is None:
             return
         group = user_group(self.split.seed, unit)
         with self._lock:
             # An event of another type does not count, so it need not be remembered.
-            if event_type not in self.settings.goal_types or self._seen.add(f"{key} {event_type}"):
-                self.arm(arm).goals.add_event(group, event_type)
+            if event_type not in goals:
+                self.counts.other[number, OTHER_EVENTS] += 1
+            elif self._seen.add(f"{key} {event_type}"):
+                self.counts.events[number, goals.index(event_type), group] += 1
+
+    def count_forwarding(self, arm: ServingArm, result: Forwarding) -> None:
+        """Counts a request for the server of an arm by what became of it."""
+        with self._lock:
+            self.counts.forwarded[arm.number, FORWARDINGS.index(result)] += 1
 
     @property
     def durable(self) -> bool:
@@ -374,18 +361,27 @@ class Experiment:
     def state(self) -> SavedExperiment:
         """Returns counts and status, so that the next process can continue them."""
         with self._lock:
+            counts, before = self.counts, self._before
             arms = [
                 SavedArm(
                     name=arm.name,
-                    requests=arm.tally.requests,
-                    errors=arm.tally.errors,
-                    empty=arm.tally.empty,
-                    answers=_to_bytes(arm.goals.answers),
-                    events={goal: _to_bytes(each) for goal, each in arm.goals.events.items()},
-                    other_events=arm.goals.other_events,
-                    before=arm.tally.before,
+                    requests=now.requests,
+                    errors=now.errors,
+                    empty=now.empty,
+                    answers=to_bytes(counts.answers[arm.number]),
+                    events={
+                        goal: to_bytes(counts.events[arm.number, place])
+                        for place, goal in enumerate(counts.goals)
+                    },
+                    other_events=int(counts.other[arm.number, OTHER_EVENTS]),
+                    before=(past.requests, past.errors, past.empty),
+                    latencies=to_bytes(now.latencies),
+                    before_latencies=to_bytes(past.latencies),
                 )
-                for arm in self.arms
+                for arm, now, past in (
+                    (arm, counts.requests(arm.number), before.requests(arm.number))
+                    for arm in self.arms
+                )
             ]
             return SavedExperiment(
                 settings=self._settings_hash(),
@@ -407,10 +403,18 @@ class Experiment:
         """
         if saved.settings != self._settings_hash():
             raise ValueError("the counts belong to other arms, weights, goals or another seed")
-        answers = [_from_bytes(one.answers) for one in saved.arms]
-        events = [
-            {goal: _from_bytes(each) for goal, each in one.events.items()} for one in saved.arms
-        ]
+        counts, before = self._new_counts(), self._new_counts()
+        for arm, one in zip(self.arms, saved.arms, strict=True):
+            number = arm.number
+            counts.results[number] = one.requests, one.errors, one.empty
+            before.results[number] = one.before
+            counts.other[number, OTHER_EVENTS] = one.other_events
+            counts.answers[number] = from_bytes(one.answers, NUM_BUCKETS)
+            for place, goal in enumerate(counts.goals):
+                counts.events[number, place] = from_bytes(one.events[goal], NUM_BUCKETS)
+            if one.latencies:  # earlier versions kept none
+                counts.latencies[number] = from_bytes(one.latencies, NUM_LATENCIES)
+                before.latencies[number] = from_bytes(one.before_latencies, NUM_LATENCIES)
         with self._lock:
             self._ran_s = saved.ran_s
             self.status, self.reason, self._breach = saved.status, saved.reason, saved.breach
@@ -419,10 +423,8 @@ class Experiment:
             self._started_us = saved.started_us or self._started_us - int(saved.ran_s * 1e6)
             self._first_verdicts = dict(saved.first_verdicts)
             self._seen = SeenEvents(saved.seen)
-            for index, (arm, counts) in enumerate(zip(self.arms, saved.arms, strict=True)):
-                arm.tally.restore(counts.requests, counts.errors, counts.empty, counts.before)
-                arm.goals.answers, arm.goals.events = answers[index], events[index]
-                arm.goals.other_events = counts.other_events
+            counts.other[:, USERS] = self.counts.other[:, USERS]
+            self.counts, self._before = counts, before
 
     def coin(self, request_id: str) -> random.Random:
         """Returns a source of draws for a request; the same for the same request."""
@@ -430,15 +432,15 @@ class Experiment:
 
     def compare(self, control: Sequence[str], other: Sequence[str]) -> None:
         """Compares the items of both arms for one request."""
+        shared = len({*control} & {*other}) / max(len(control), 1)
+        added = 1, round(SHARED_UNIT * shared), [*control] == [*other], 0
         with self._lock:
-            self.compared.answers += 1
-            self.compared.shared += len({*control} & {*other}) / max(len(control), 1)
-            self.compared.identical += [*control] == [*other]
+            self.counts.compared += np.array(added, np.int64)
 
     def drop(self) -> None:
         """Counts a request that the second arm did not get in full."""
         with self._lock:
-            self.compared.dropped += 1
+            self.counts.compared[COMPARISONS.index("dropped")] += 1
 
     def stop(self) -> None:
         """Stops the experiment: every request gets the control, even if the write fails.
@@ -463,7 +465,11 @@ class Experiment:
         with self._keeping:
             state = self.state()
             arms = [
-                msgspec.structs.replace(arm, before=(arm.requests, arm.errors, arm.empty))
+                msgspec.structs.replace(
+                    arm,
+                    before=(arm.requests, arm.errors, arm.empty),
+                    before_latencies=arm.latencies,
+                )
                 for arm in state.arms
             ]
             running = {"status": "running", "reason": None, "breach": None, "arms": arms}
@@ -474,8 +480,8 @@ class Experiment:
             with self._lock:
                 self.status, self.reason, self._breach = "running", None, None
                 self._falling_back = False
-                for arm in self.arms:
-                    arm.tally.forget()
+                self._before = self._new_counts(self.counts.values.copy())
+                self._window.clear()
                 self._looked_s = self._clock()
                 if self._began_s is None:
                     self._began_s = self._clock()
@@ -505,15 +511,29 @@ class Experiment:
             arms=[msgspec.structs.replace(arm, first_verdict=first.get(arm.name)) for arm in arms],
         )
 
+    @property
+    def fallbacks(self) -> dict[Cause, int]:
+        """Number of automatic fall-backs by cause."""
+        return dict(zip(CAUSES, self.counts.fallbacks.tolist(), strict=True))
+
+    @property
+    def compared(self) -> dict[Comparison, float]:
+        """Sums over the comparisons of the arms' items for one request."""
+        found = dict(zip(COMPARISONS, self.counts.compared.tolist(), strict=True))
+        return found | {"shared": found["shared"] / SHARED_UNIT}
+
     def _look_at_all(self) -> tuple[list[ArmStatus], tuple[int, ...], float | None]:
         """Returns the state of the arms, the units of each, and the p-value of their ratio."""
         with self._lock:
             now_s = self._clock()
-            tallies = [_copy_arm(arm, now_s) for arm in self.arms]
+            window = self._new_counts(self._window.sums(now_s))
+            tallies = [
+                _copy_arm(arm.number, self.counts, self._before, window) for arm in self.arms
+            ]
             ran_s = self._running_s()
         counts, sample_ratio_p = self.division()
         arms = [
-            self._arm_status(arm, mine, tallies[0], sample_ratio_p, ran_s)
+            self._arm_status(arm, mine, tallies[0], counts, sample_ratio_p, ran_s)
             for arm, mine in zip(self.arms, tallies, strict=True)
         ]
         return arms, counts, sample_ratio_p
@@ -544,18 +564,19 @@ class Experiment:
         arm: ServingArm,
         mine: _ArmCounts,
         control: _ArmCounts,
+        users: tuple[int, ...],
         sample_ratio_p: float | None,
         ran_s: float,
     ) -> ArmStatus:
-        p50, p99 = (percentile(mine.seconds, share, 0.95) for share in (0.5, P99))
+        p50, p99 = (percentile(mine.window, share, 0.95) for share in (0.5, P99))
         base = None if mine is control else control
         verdict = None if base is None else self._verdict(arm, mine, base, sample_ratio_p, ran_s)
         return ArmStatus(
             name=arm.name,
             weight=arm.weight,
-            requests=mine.summary.requests,
-            errors=mine.summary.errors,
-            empty=mine.summary.empty,
+            requests=mine.total.requests,
+            errors=mine.total.errors,
+            empty=mine.total.empty,
             p50_ms=_ms(p50.value if p50 else None),
             p99_ms=_ms(p99.value if p99 else None),
             p99_low_ms=_ms(p99.low if p99 else None),
@@ -567,7 +588,7 @@ class Experiment:
             ],
             verdict=verdict,
             first_verdict=None,
-            users=self._units_per_arm[arm.name] if self.settings.mode == "split" else None,
+            users=users[arm.number] if self.settings.mode == "split" else None,
         )
 
     def _verdict(
@@ -597,6 +618,9 @@ class Experiment:
         began_s = self._began_s
         return self._ran_s + (0.0 if began_s is None else self._clock() - began_s)
 
+    def _new_counts(self, values: Ints | None = None) -> Counts:
+        return Counts(len(self.arms), self.settings.goal_types, values)
+
     def _pause(self) -> None:
         self._ran_s, self._began_s = self._running_s(), None
 
@@ -611,9 +635,10 @@ class Experiment:
         """Falls back if a guard says so. A thread writes that first, for a disk may be slow."""
         if self._falling_back:
             return
-        control = self.control.tally.window(now_s)
+        window = self._new_counts(self._window.sums(now_s))
+        control = window.requests(0)
         for arm in self.arms[1:]:
-            breach = judge(control, arm.tally.window(now_s), guard)
+            breach = judge(control, window.requests(arm.number), guard)
             if breach is not None and self.keep is None:
                 self._fall_back(arm, breach)
                 return
@@ -642,7 +667,7 @@ class Experiment:
     def _fall_back(self, arm: ServingArm, breach: Breach) -> None:
         self._pause()
         self.status, self.reason = "fallen_back", f"arm {arm.name}: {breach.text}"
-        self.fallbacks[breach.cause] += 1
+        self.counts.fallbacks[CAUSES.index(breach.cause)] += 1
         self._breach = arm.name, breach.text
         log.error("experiment %s fell back: %s", self.name, self.reason)
 
@@ -678,39 +703,36 @@ class _ArmCounts:
     """A copy of the counts of an arm.
 
     Attributes:
-        summary: Totals since the start of the experiment, and the last latencies.
-        judged: Counts since the last start, which the guardrails judge.
-        seconds: Sorted latencies within the window.
+        total: Requests since the start of the experiment.
+        judged: Requests since the last start, which the guardrails judge.
+        window: [NUM_LATENCIES] answered requests within the window by latency.
         answers: Answers whose events are compared.
         goals: Sums of the goals, the first one decides.
         other_events: Attributed events of other types.
     """
 
-    summary: WindowSummary
-    judged: WindowSummary
-    seconds: NDArray[np.float64]
+    total: Requests
+    judged: Requests
+    window: Ints
     answers: int
     goals: dict[str, RateSums]
     other_events: int
 
 
-def _copy_arm(arm: ServingArm, now_s: float) -> _ArmCounts:
-    tally, goals = arm.tally, arm.goals
-    judged = tally.since_start()
+def _copy_arm(number: int, counts: Counts, before: Counts, window: Counts) -> _ArmCounts:
+    total = counts.requests(number)
     return _ArmCounts(
-        WindowSummary(tally.requests, tally.errors, tally.empty, judged.seconds),
-        judged,
-        tally.window(now_s).seconds,
-        int(goals.answers.sum()),
-        {goal: goals.sums(goal) for goal in goals.goals},
-        goals.other_events,
+        total,
+        total.since(before.requests(number)),
+        window.latencies[number],
+        int(counts.answers[number].sum()),
+        {goal: counts.sums(number, place) for place, goal in enumerate(counts.goals)},
+        int(counts.other[number, OTHER_EVENTS]),
     )
 
 
-def _guardrails(
-    control: WindowSummary, arm: WindowSummary, guard: GuardSettings
-) -> list[GuardrailStatus]:
-    """Returns the state of the guardrails: shares since the start, p99 of the last requests."""
+def _guardrails(control: Requests, arm: Requests, guard: GuardSettings) -> list[GuardrailStatus]:
+    """Returns the state of the guardrails, which judge all requests since the last start."""
 
     def status(
         name: Cause, found: Check, control_value: float | None, value: float | None
@@ -721,7 +743,7 @@ def _guardrails(
     def share(count: int, total: int) -> float | None:
         return count / total if total else None
 
-    p99s: list[Percentile | None] = [percentile(one.seconds, P99, 0.95) for one in (control, arm)]
+    p99s: list[Percentile | None] = [percentile(one.latencies, P99, 0.95) for one in (control, arm)]
     return [
         status(
             "errors",
@@ -746,17 +768,6 @@ def _guardrails(
 def _moment(time_us: int) -> str:
     """Returns a time in RFC 3339, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time_us / 1e6))
-
-
-def _to_bytes(sums: NDArray[np.int64]) -> bytes:
-    return sums.astype("<i8").tobytes()
-
-
-def _from_bytes(content: bytes) -> NDArray[np.int64]:
-    sums = np.frombuffer(content, "<i8").astype(np.int64)
-    if sums.shape != (NUM_BUCKETS,):
-        raise ValueError(f"expected {NUM_BUCKETS} groups of users, got {sums.size}")
-    return sums
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from recserve.files import whole_file
 from recserve.schemas.experiments import FirstVerdict, Status
@@ -33,6 +35,8 @@ class SavedArm(msgspec.Struct, frozen=True):
         events: By goal, events by group of users.
         other_events: Attributed events of other types.
         before: Requests, errors and empty answers before the last start.
+        latencies: Answered requests by latency, as `answers`; empty in files of earlier versions.
+        before_latencies: Likewise, of those before the last start.
     """
 
     name: str
@@ -43,6 +47,8 @@ class SavedArm(msgspec.Struct, frozen=True):
     events: dict[str, bytes]
     other_events: int
     before: tuple[int, int, int] = (0, 0, 0)
+    latencies: bytes = b""
+    before_latencies: bytes = b""
 
 
 class SavedExperiment(msgspec.Struct, frozen=True):
@@ -177,3 +183,15 @@ class SavedCounts:
         with whole_file(path) as new:
             new.write_bytes(msgspec.msgpack.encode(saved))
         self._written[path.name] = saved
+
+
+def to_bytes(sums: NDArray[np.int64]) -> bytes:
+    """Returns numbers as int64 little-endian."""
+    return sums.astype("<i8").tobytes()
+
+
+def from_bytes(content: bytes, size: int) -> NDArray[np.int64]:
+    """Returns what `to_bytes` wrote. Raises ValueError if there are not so many numbers."""
+    if len(content) != 8 * size:
+        raise ValueError(f"expected {size} numbers of 8 bytes, got {len(content)} bytes")
+    return np.frombuffer(content, "<i8").astype(np.int64)

@@ -22,7 +22,7 @@ from recserve.schemas.validation import converted
 B = TypeVar("B", bound=msgspec.Struct)
 MAX_EXPERIMENTS = 32
 MAX_ARMS = 8
-MAX_WINDOW = 10_000
+MOST_MIN_REQUESTS = 10_000
 MAX_GOALS = 4
 DEFAULT_GOALS = ("click",)
 Label = Annotated[
@@ -218,7 +218,7 @@ class GuardSettings(StrictStruct, frozen=True, kw_only=True):
     """
 
     window_s: Annotated[float, Meta(gt=0, le=86_400)] = 300.0
-    min_requests: Annotated[int, Meta(ge=10, le=MAX_WINDOW)] = 200
+    min_requests: Annotated[int, Meta(ge=10, le=MOST_MIN_REQUESTS)] = 200
     factor: Factor = 2.0
     error_share: Share = 0.01
     empty_share: Share = 0.01

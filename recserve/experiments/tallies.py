@@ -1,8 +1,10 @@
-"""What an experiment counts for each arm: requests, answers, and the events that followed.
+"""What an experiment counts: requests, latencies, answers, users, and the events that followed.
 
-Requests have totals since the start and a sliding window of results. Events have sums over groups
-of users. A user's group is a hash, so the sums have one size for any number of users, and two
-tallies of equal settings could be added. `conversions.py` says why groups are enough.
+All counts of an experiment are one vector of whole numbers, `Counts`. Two vectors of equal settings
+add up, so the counts of several servers are the counts of one server that did all of it. Events and
+answers are sums over groups of users. A user's group is a hash, so the sums have one size for any
+number of users; `conversions.py` says why groups are enough. Latencies are numbers in buckets;
+`latencies.py` says how exact they are.
 """
 
 from __future__ import annotations
@@ -11,16 +13,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from statistics import NormalDist
+from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from recserve.experiments.conversions import NUM_BUCKETS, RateSums
-from recserve.experiments.settings import MAX_WINDOW
+from recserve.experiments.latencies import NUM_LATENCIES, Ints, bucket
 
 # An event counts once per answer, item and type. An experiment remembers so many events for it.
 MAX_SEEN = 100_000
+NUM_SLICES = 20  # of a window
+# What became of a request that the server of an arm got.
+Forwarding = Literal["answered", "late", "failed", "refused", "busy"]
+FORWARDINGS: tuple[Forwarding, ...] = get_args(Forwarding)
+Cause = Literal["errors", "empty", "p99"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+Comparison = Literal["answers", "shared", "identical", "dropped"]
+COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
+SHARED_UNIT = 10**9  # the sum `shared` counts billionths
 
 
 @dataclass(frozen=True)
@@ -39,167 +49,167 @@ class ArmResult:
 
 
 @dataclass(frozen=True)
-class Percentile:
-    """A percentile with its interval.
-
-    Attributes:
-        value: The percentile.
-        low: Lower end; None if there are too few values.
-        high: Upper end; None if there are too few values.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
-class WindowSummary:
-    """The requests of an arm within the window.
+class Requests:
+    """The requests of an arm.
 
     Attributes:
         requests: Number of requests.
         errors: Number of failed requests.
         empty: Number of empty answers.
-        seconds: Sorted latencies of the answered requests.
+        latencies: [NUM_LATENCIES] answered requests by latency.
     """
 
     requests: int
     errors: int
     empty: int
-    seconds: NDArray[np.float64]
+    latencies: Ints
+
+    @property
+    def num_timed(self) -> int:
+        """Number of answered requests."""
+        return int(self.latencies.sum())
+
+    def since(self, before: Requests) -> Requests:
+        """Returns the requests after earlier ones."""
+        return Requests(
+            self.requests - before.requests,
+            self.errors - before.errors,
+            self.empty - before.empty,
+            self.latencies - before.latencies,
+        )
 
 
-class ArmTally:
-    """Counts the requests of one arm.
+class Counts:
+    """All counts of an experiment in one vector, and the parts of it by their names.
+
+    The vector begins with what a window has too, the results of requests:
+
+        results    [A, 3]                requests, errors, empty answers
+        other      [A, 2]                attributed events of other types, users
+        forwarded  [A, 5]                requests for an arm's own server, in order of FORWARDINGS
+        fallbacks  [3]                   automatic fall-backs, in order of CAUSES
+        compared   [4]                   in order of COMPARISONS
+        latencies  [A, NUM_LATENCIES]    answered requests by latency
+        answers    [A, NUM_BUCKETS]      answers by group of users
+        events     [A, G, NUM_BUCKETS]   events of each goal by group of users
 
     Attributes:
-        requests: Requests since the start of the experiment.
-        errors: Failed requests.
-        empty: Empty answers.
-        before: Requests, failed requests and empty answers before the last start.
+        values: The vector, int64.
+        goals: Event types that are counted; the first one decides.
+        num_head: Length of the part before the latencies.
+        num_window: Length of the part up to the latencies.
     """
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, num_arms: int, goals: Sequence[str], values: Ints | None = None) -> None:
         """Starts at zero.
 
         Args:
-            window_s: Length of the window; it holds at most MAX_WINDOW requests.
+            num_arms: Number of arms.
+            goals: Event types that are counted.
+            values: The vector; None starts at zero. A shorter one has the first parts only.
         """
-        self.requests = 0
-        self.errors = 0
-        self.empty = 0
-        self.before = (0, 0, 0)
-        self._window_s = window_s
-        self._place = 0
-        # Ring buffers: a deque of 10,000 results would stall the event loop at each look.
-        self._at_s = np.full(MAX_WINDOW, -math.inf)
-        self._seconds = np.full(MAX_WINDOW, math.nan)
-        self._failed = np.zeros(MAX_WINDOW, np.bool_)
-        self._empty = np.zeros(MAX_WINDOW, np.bool_)
+        self.goals = tuple(goals)
+        shapes = {
+            "results": (num_arms, 3),
+            "other": (num_arms, 2),
+            "forwarded": (num_arms, len(FORWARDINGS)),
+            "fallbacks": (len(CAUSES),),
+            "compared": (len(COMPARISONS),),
+            "latencies": (num_arms, NUM_LATENCIES),
+            "answers": (num_arms, NUM_BUCKETS),
+            "events": (num_arms, len(goals), NUM_BUCKETS),
+        }
+        size = sum(map(math.prod, shapes.values()))
+        self.values = np.zeros(size, np.int64) if values is None else values
+        self.places: dict[str, int] = {}
+        first = 0
+        for name, shape in shapes.items():
+            self.places[name] = first
+            part = self.values[first : first + math.prod(shape)]
+            first += math.prod(shape)
+            if part.size == math.prod(shape):
+                setattr(self, name, part.reshape(shape))
+        self.num_head, self.num_window = self.places["latencies"], self.places["answers"]
 
-    def add(self, result: ArmResult, now_s: float) -> None:
-        """Adds a result; now_s is a time.monotonic() value."""
-        place = self._place
-        self._place = (place + 1) % MAX_WINDOW
-        self.requests += 1
-        self.errors += result.failed
-        self.empty += result.empty
-        self._at_s[place] = now_s
-        self._seconds[place] = math.nan if result.seconds is None else result.seconds
-        self._failed[place] = result.failed
-        self._empty[place] = result.empty
+    results: Ints
+    other: Ints
+    forwarded: Ints
+    fallbacks: Ints
+    compared: Ints
+    latencies: Ints
+    answers: Ints
+    events: Ints
 
-    def restore(self, requests: int, errors: int, empty: int, before: tuple[int, int, int]) -> None:
-        """Continues the totals of an earlier process; the window stays empty."""
-        self.requests, self.errors, self.empty, self.before = requests, errors, empty, before
+    def requests(self, arm: int) -> Requests:
+        """Returns a copy of the requests of an arm."""
+        requests, errors, empty = self.results[arm].tolist()
+        return Requests(requests, errors, empty, self.latencies[arm].copy())
 
-    def forget(self) -> None:
-        """Empties the window and begins `since_start`; the totals stay."""
-        self._at_s.fill(-math.inf)
-        self.before = (self.requests, self.errors, self.empty)
+    def sums(self, arm: int, goal: int) -> RateSums:
+        """Returns a copy of the sums of an arm's goal."""
+        return RateSums(self.answers[arm].copy(), self.events[arm, goal].copy())
 
-    def window(self, now_s: float) -> WindowSummary:
-        """Returns the requests of the last `window_s` seconds."""
-        return self._summary(self._at_s >= now_s - self._window_s)
+    def result_places(self, arm: int, result: ArmResult) -> list[int]:
+        """Returns the places of the vector that a result adds 1 to."""
+        first = self.places["results"] + 3 * arm
+        places = [first]
+        if result.failed:
+            places.append(first + 1)
+        if result.empty:
+            places.append(first + 2)
+        if result.seconds is not None:
+            places.append(self.num_head + NUM_LATENCIES * arm + bucket(result.seconds))
+        return places
 
-    def latest(self) -> WindowSummary:
-        """Returns the last requests, MAX_WINDOW at most, of any age since `forget`."""
-        return self._summary(self._at_s > -math.inf)
-
-    def since_start(self) -> WindowSummary:
-        """Returns the counts since `forget`, with the latencies of `latest`."""
-        requests, errors, empty = self.before
-        return WindowSummary(
-            requests=self.requests - requests,
-            errors=self.errors - errors,
-            empty=self.empty - empty,
-            seconds=self.latest().seconds,
-        )
-
-    def _summary(self, inside: NDArray[np.bool_]) -> WindowSummary:
-        seconds = self._seconds[inside]
-        return WindowSummary(
-            requests=int(inside.sum()),
-            errors=int(self._failed[inside].sum()),
-            empty=int(self._empty[inside].sum()),
-            seconds=np.sort(seconds[~np.isnan(seconds)]),
-        )
+    def event_place(self, arm: int, goal: int, group: int) -> int:
+        """Returns the place of the vector that an event adds 1 to."""
+        return self.places["events"] + (arm * len(self.goals) + goal) * NUM_BUCKETS + group
 
 
-def percentile(ordered: NDArray[np.float64], share: float, confidence: float) -> Percentile | None:
-    """Returns a percentile and its interval by order statistics; None without values.
-
-    The ranks of the interval come from the binomial distribution in its normal approximation. They
-    assume independent requests, so the interval is a guide. `recserve ab` has better ones.
-
-    Args:
-        ordered: [n] values in ascending order.
-        share: 0.99 for the 99th percentile.
-        confidence: Two-sided confidence of the interval, such as 0.95.
-    """
-    count = len(ordered)
-    if not count:
-        return None
-    spread = NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(count * share * (1 - share))
-    low, high = math.floor(count * share - spread) - 1, math.ceil(count * share + spread)
-    return Percentile(
-        value=float(ordered[min(count - 1, math.ceil(count * share) - 1)]),
-        low=float(ordered[low]) if low >= 0 else None,
-        high=float(ordered[high]) if high < count else None,
-    )
-
-
-class GoalTally:
-    """Counts the answers and the attributed events of one arm.
+class Window:
+    """Sums of the last seconds, in NUM_SLICES slices of time; the oldest one leaves as a whole.
 
     Attributes:
-        goals: Event types that are counted; the first one decides.
-        answers: [NUM_BUCKETS] answers by group of users.
-        events: By goal, [NUM_BUCKETS] events by group of users.
-        other_events: Attributed events of other types.
+        slice_s: Length of a slice.
     """
 
-    def __init__(self, goals: Sequence[str]) -> None:
-        self.goals = tuple(goals)
-        self.answers = np.zeros(NUM_BUCKETS, np.int64)
-        self.events = {goal: np.zeros(NUM_BUCKETS, np.int64) for goal in goals}
-        self.other_events = 0
+    def __init__(self, window_s: float, size: int) -> None:
+        """Starts empty.
 
-    def add_answer(self, group: int) -> None:
-        """Counts an answer for a group of users."""
-        self.answers[group] += 1
+        Args:
+            window_s: Length of the window.
+            size: Length of the vectors.
+        """
+        self.slice_s = window_s / NUM_SLICES
+        self._size = size
+        self._slices: dict[int, Ints] = {}
 
-    def add_event(self, group: int, event_type: str) -> None:
-        """Counts an event that an answer led to."""
-        if event_type in self.events:
-            self.events[event_type][group] += 1
-        else:
-            self.other_events += 1
+    def current(self, now_s: float) -> Ints:
+        """Returns the vector of the present slice, to add to."""
+        number = math.floor(now_s / self.slice_s)
+        if number not in self._slices:
+            self.put(number, np.zeros(self._size, np.int64))
+        return self._slices[number]
 
-    def sums(self, goal: str) -> RateSums:
-        """Returns a copy of the sums of a goal."""
-        return RateSums(self.answers.copy(), self.events[goal].copy())
+    def put(self, number: int, values: Ints) -> None:
+        """Replaces a slice, and drops those that have left the window."""
+        self._slices[number] = values
+        last = max(self._slices) - NUM_SLICES
+        for old in [one for one in self._slices if one <= last]:
+            del self._slices[old]
+
+    def sums(self, now_s: float) -> Ints:
+        """Returns the sums of the window."""
+        first = math.floor(now_s / self.slice_s) - NUM_SLICES
+        found = np.zeros(self._size, np.int64)
+        for number, values in self._slices.items():
+            if number > first:
+                found += values
+        return found
+
+    def clear(self) -> None:
+        """Empties the window."""
+        self._slices.clear()
 
 
 class SeenEvents:
@@ -210,7 +220,7 @@ class SeenEvents:
 
     def add(self, key: str) -> bool:
         """Remembers an event. Returns False if it is remembered already."""
-        number = _hash(key, 8)
+        number = hash_number(key, 8)
         if number in self._keys:
             return False
         self._keys[number] = None
@@ -225,9 +235,10 @@ class SeenEvents:
 
 def user_group(seed: str, unit: str) -> int:
     """Returns the group of a user, which does not depend on the arm."""
-    return _hash(f"{seed}\0{unit}", 4) % NUM_BUCKETS
+    return hash_number(f"{seed}\0{unit}", 4) % NUM_BUCKETS
 
 
-def _hash(text: str, size: int) -> int:
-    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size)
+def hash_number(text: str, num_bytes: int) -> int:
+    """Returns a hash that is the same in all processes."""
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=num_bytes)
     return int.from_bytes(digest.digest(), "little")

@@ -145,8 +145,8 @@ class ArmStatus(Struct, frozen=True, kw_only=True):
         requests: Requests since the start of the experiment.
         errors: Requests that failed on the server's side.
         empty: Answers without an item from a model, or without a token.
-        p50_ms: Median latency within the window of the guard; None without answers.
-        p99_ms: 99th percentile within the window; None without answers.
+        p50_ms: Median latency within the window of the guard, within 1 %; None without answers.
+        p99_ms: 99th percentile within the window, within 1 %; None without answers.
         p99_low_ms: Lower end of its 95 % interval; None if there are too few answers.
         p99_high_ms: Upper end of its 95 % interval; None if there are too few answers.
         answers: Answers that count for the rates of goals; 0 if the experiment has no goals.

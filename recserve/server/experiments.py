@@ -33,7 +33,7 @@ from recserve.experiments.experiment import (
 from recserve.experiments.registry import Draw, Experiments
 from recserve.experiments.saved_counts import SavedCounts
 from recserve.experiments.settings import ArmFields, parse_experiments
-from recserve.experiments.tallies import ArmResult
+from recserve.experiments.tallies import FORWARDINGS, ArmResult, Comparison
 from recserve.experiments.team_draft import team_draft
 from recserve.extras import install_advice
 from recserve.features.state_files import EXPERIMENTS, default_experiments
@@ -396,13 +396,14 @@ class _ItemRequest(Generic[B, A]):
 
     async def forward(self, arm: ServingArm, body: B, deadline_s: float) -> A:
         """Returns the answer of the arm's own server, with a token of this server."""
+        experiment = self.arms.experiments.find(arm.experiment)
         sent = msgspec.structs.replace(body, request_id=self.request_id)
         try:
             answer: A = await self.arms.remote[arm.label].ask(sent, deadline_s)
         except ForwardingError as error:
-            arm.forwarded[error.result] += 1
+            experiment.count_forwarding(arm, error.result)
             raise
-        arm.forwarded["answered"] += 1
+        experiment.count_forwarding(arm, "answered")
         user = None if body.user is None else body.user.id
         versions = answer.model_version, answer.catalog_version
         signer, shown = self.context.service.signer, _item_ids(answer)
@@ -572,7 +573,7 @@ COUNTS = (
     ("errors", "Requests of an arm that failed on the server's side"),
     ("empty", "Answers of an arm without an item from a model or without a token"),
 )
-COMPARISONS = (
+COMPARED: tuple[tuple[Comparison, str], ...] = (
     ("answers", "Requests that both arms answered"),
     ("shared", "Sum over these of the share of the control's items that the other arm has"),
     ("identical", "Requests with the same items in the same order in both arms"),
@@ -593,20 +594,22 @@ class ExperimentCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
         found = list(self.experiments)
-        for name, text in COUNTS:
+        for column, (name, text) in enumerate(COUNTS):
             family = CounterMetricFamily(f"recserve_experiment_{name}", text, labels=["arm"])
             for one in found:
                 for arm in one.arms:
-                    family.add_metric([arm.label], getattr(arm.tally, name))
+                    family.add_metric([arm.label], int(one.counts.results[arm.number, column]))
             yield family
         forwarded = CounterMetricFamily(
             "recserve_experiment_forwarded",
             "Requests for the other server of an arm by what became of them",
             labels=["arm", "result"],
         )
-        for arm in (arm for one in found for arm in one.arms if arm.remote):
-            for result, count in arm.forwarded.items():
-                forwarded.add_metric([arm.label, result], count)
+        for one in found:
+            for arm in (arm for arm in one.arms if arm.remote):
+                counts = one.counts.forwarded[arm.number].tolist()
+                for result, count in zip(FORWARDINGS, counts, strict=True):
+                    forwarded.add_metric([arm.label, result], count)
         yield forwarded
         running = GaugeMetricFamily(
             "recserve_experiment_running", "1 while the experiment runs", labels=["experiment"]
@@ -629,12 +632,12 @@ class ExperimentCollector(Collector):
             running.add_metric([one.settings.name], one.status == "running")
             for cause, count in one.fallbacks.items():
                 fallbacks.add_metric([one.settings.name, cause], count)
-        for name, text in COMPARISONS:
+        for name, text in COMPARED:
             family = CounterMetricFamily(
                 f"recserve_experiment_compared_{name}", text, labels=["experiment"]
             )
             for one in found:
-                family.add_metric([one.settings.name], getattr(one.compared, name))
+                family.add_metric([one.settings.name], one.compared[name])
             yield family
         yield running
         yield fallbacks

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 
+import msgspec
 import pytest
 
 from recserve.experiments.experiment import Experiment
@@ -115,7 +116,7 @@ def test_an_arm_that_fell_back_is_not_shipped():
     )
     assert one.status == "fallen_back"
     assert verdict(one).kind == "keep_control"
-    assert verdict(one).text.startswith("keep control: it fell back, p99 100.0 ms in ")
+    assert verdict(one).text.startswith("keep control: it fell back, p99 ")
     one.start()
     assert "fell back" not in verdict(one).text
 
@@ -335,6 +336,28 @@ def test_counts_survive_a_restart(tmp_path):
     assert other.describe().arms[0].requests == 0
     for each in (second, third):
         each.close()
+
+
+def test_files_of_earlier_versions_are_continued_and_others_refused(tmp_path, caplog):
+    """They have no latencies, so the guardrail of p99 begins anew."""
+    one = experiment()
+    traffic(one, {"control": 0.1, "rpg": 0.05})
+    saved = msgspec.msgpack.decode(msgspec.msgpack.encode(one.state()))
+    for arm in saved["arms"]:
+        del arm["latencies"], arm["before_latencies"]
+    (tmp_path / "fast.counts").write_bytes(msgspec.msgpack.encode(saved))
+    again = experiment()
+    SavedCounts(tmp_path, [again]).close()
+    before, after = one.describe(), again.describe()
+    for old, new in zip(before.arms, after.arms, strict=True):
+        assert (old.goals, old.answers, old.requests) == (new.goals, new.answers, new.requests)
+    assert {g.name: g.result for g in verdict(again).guardrails}["p99"] == "unclear"
+    traffic(again, NONE, requests=1000)
+    assert {g.name: g.result for g in verdict(again).guardrails}["p99"] == "holds"
+    saved["arms"][0]["latencies"] = bytes(80)
+    (tmp_path / "fast.counts").write_bytes(msgspec.msgpack.encode(saved))
+    SavedCounts(tmp_path, [other := experiment()]).close()
+    assert other.describe().arms[0].requests == 0 and "got 80 bytes" in caplog.text
 
 
 def fall_back(one):
