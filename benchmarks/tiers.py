@@ -7,7 +7,7 @@
 
 Runs the benchmarks of beam search and of text of both checkouts as processes of their own, in
 turns, `--rounds` times. Each method's figure is the median of all its runs. Prints the machine and
-two tables: slates in ms, and texts in tokens/s. Takes at most ten minutes on two free cores.
+two tables: slates in ms, and texts in tokens/s. Takes about ten minutes on two free cores.
 llama.cpp is compared if its packages are installed (docs/results/text.md).
 """
 
@@ -88,23 +88,30 @@ class Job:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """Returns the runs of one round: those that are compared follow each other."""
+    """Returns the runs of one round: those that are compared follow each other.
+
+    What is compared with the older checkout runs in a process with the same options, since other
+    programs in the process cost time: ours beside them is a column of its own then.
+    """
+    codes = {"now": HERE, "before": options.before} if options.before else {}
+    beside = "beside others" if codes else "now"
     common = ("--threads", str(options.threads), "--clock", options.clock)
     slates = (*common, "--beams", *BEAMS, "--budget-s", str(options.budget_s))
     engine = (*slates, "--methods", "cold", "warm")
     peers = (*slates, "--methods", "kv-copy", "bare-tree", "cold", "warm")
-    found = [Job("now", HERE, SLATES, peers), Job("now, torch", HERE, SLATES, engine, "torch")]
-    if options.before:
-        found += [Job("before", options.before, SLATES, engine)]
-        found += [Job("before, torch", options.before, SLATES, engine, "torch")]
+    found = [Job(beside, HERE, SLATES, peers)]
+    for name, code in codes.items():
+        found += [Job(name, code, SLATES, engine)]
+    for name, code in (codes or {"now": HERE}).items():
+        found += [Job(f"{name}, torch", code, SLATES, engine, "torch")]
     for dtype in DTYPES if options.tokens else ():
         texts = (*common, "--dtypes", dtype, "--repeats", "1", "--tokens", str(options.tokens))
         texts += ("--model", options.model)
-        found += [Job("now", HERE, TEXTS, (*texts, "--int8"))]
+        ours = (*texts, "--only", "ours")
+        found += [Job(beside, HERE, TEXTS, (*texts, "--int8"))]
         if dtype == "float32":
-            found += [Job("now, torch", HERE, TEXTS, (*texts, "--only", "ours"), "torch")]
-        if options.before:
-            found += [Job("before", options.before, TEXTS, (*texts, "--only", "ours"))]
+            found += [Job("now, torch", HERE, TEXTS, ours, "torch")]
+        found += [Job(name, code, TEXTS, ours) for name, code in codes.items()]
     return found
 
 
