@@ -34,6 +34,8 @@ class CatalogFollower:
         stale_s: Time without the log after which the catalogue counts as stale.
         catch_up: Reads the log and applies what it has.
         version: The version that requests get.
+        done: Last position whose items this version has. Behind it are changes of other bundles
+            that have no vectors and semantic ids of this one yet.
         losses: How often the log had lost positions that were applied here.
         conflicts: How often another server took the position of a change of this one.
     """
@@ -44,6 +46,7 @@ class CatalogFollower:
     version: CatalogVersion
     losses: int = 0
     conflicts: int = 0
+    done: int = 0
     _read_at_s: float = field(default_factory=time.monotonic)
     _closing: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)  # of the next attribute
@@ -90,11 +93,11 @@ class CatalogFollower:
             conflicts=self.conflicts,
         )
 
-    def reached(self, version: CatalogVersion) -> None:
-        """Says that the log was read to its end, which made a version."""
+    def reached(self, version: CatalogVersion, done: int) -> None:
+        """Says that the log was read to its end, which made a version, see `done`."""
         self._read_at_s = time.monotonic()
         with self._lock:
-            self.version = version
+            self.version, self.done = version, done
             awaited, self._awaited = self._awaited, []
             self._awaited = [one for one in awaited if not self._settle(*one)]
 
@@ -126,7 +129,10 @@ class CatalogFollower:
         return True
 
     def _contains(self, name: VersionName) -> bool:
-        """Returns whether the catalogue contains a version. Raises CatalogLost."""
+        """Returns whether the catalogue contains a version. Raises CatalogLost.
+
+        The versions of all bundles of a log have the same epochs and numbers.
+        """
         if not name.number:
             return True
         for epoch, begin in self.log.begins.items():
@@ -135,7 +141,7 @@ class CatalogFollower:
                     f"catalogue version {name} is lost: the log of changes went on from position "
                     f"{begin} in epoch {epoch}. Send its changes again"
                 )
-        return self.version.number >= name.number and self.version.epoch >= name.epoch
+        return self.done >= name.number and self.version.epoch >= name.epoch
 
     def _follow(self) -> None:
         """Waits for changes and applies them until the catalogue is closed."""

@@ -13,6 +13,13 @@ Several servers may share one log of changes. Then a change goes behind all that
 another server was faster, this one applies its change and makes its own anew. What comes from the
 log is applied by `catch_up`, at the start and later.
 
+Servers of several bundles may share a log. Vectors and semantic ids of a change belong to one
+bundle, so a server passes over what another bundle's server has stored: only the number moves.
+Then it applies the rules of `carried_items`, and stores the result as an assignment, a change set
+of its own bundle. All its servers apply that one, or one of them has stored it before. The items
+of a bundle come from its own change sets only, in the order of the log. A server stores no other
+change while something of another bundle is left to carry over (`_assign`).
+
 Time changes the catalogue too. A snapshot knows until when it holds, and the first request after
 that publishes the next one (`current`).
 """
@@ -42,6 +49,7 @@ from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
 from recserve.features.catalog.catalog import item_keys
 from recserve.features.catalog.catalog_log import (
+    Appended,
     AppendUncertain,
     CatalogLog,
     JournalError,
@@ -87,6 +95,7 @@ from recserve.schemas.items import (
 )
 from recserve.schemas.validation import converted
 from recserve.search.device_index import DeviceIndex
+from recserve.service.carried_items import OtherChanges
 from recserve.service.catalog_follower import CatalogFollower
 from recserve.service.errors import CatalogBehind, CatalogConflict, UnknownItem, UnknownVersion
 from recserve.service.history import EPOCH, MICROSECOND, History
@@ -106,6 +115,7 @@ MIN_INTERVAL_S = 60.0
 # A change takes the next position of a shared log so often, until other servers were always faster.
 MAX_ATTEMPTS = 16
 SETTLE_S, SETTLE_PAUSE_S = 2.0, 0.05  # to find out whether a change is stored
+MAX_ASSIGNED = 1000  # changes of other bundles that one assignment carries over, or one change set
 MIN_LOGGED = 1000  # changes in a shared log before a snapshot replaces some
 MAX_LOGGED = 100_000  # from so many on, only the newest versions stay in the log
 SAVE_COUNTS_S = 60.0  # a crash loses the counts of events of so many seconds
@@ -175,6 +185,9 @@ class LiveCatalog:
         self._condensing: threading.Thread | None = None
         self._lineage = 0
         self._shared: SharedLog | None = None
+        self._pending: list[ChangeSet] = []  # of other bundles, not carried over yet
+        self._assigned = 0  # last position of other bundles that was carried over
+        self._made: dict[str, _MadeVector] = {}  # vectors of `_pending`
         self.follower: CatalogFollower | None = None
         if journal is not None and journal.shared:
             self._shared = cast(SharedLog, journal)
@@ -198,6 +211,8 @@ class LiveCatalog:
         """Applies the change sets of the log, and follows a shared one. Raises JournalError."""
         if self.follower is not None:
             self.catch_up()
+            while self._pending:  # servers of this bundle have been faster too often
+                self.catch_up()
             self.follower.start()
             return
         change_sets = [] if self.journal is None else self.journal.read()
@@ -206,7 +221,7 @@ class LiveCatalog:
             log.info("replayed %d change sets of items", len(change_sets))
 
     def catch_up(self) -> None:
-        """Applies what other servers have stored in a shared log.
+        """Applies what other servers have stored in a shared log, also those of other bundles.
 
         Raises:
             JournalError: If the log is damaged or cannot be read.
@@ -214,13 +229,14 @@ class LiveCatalog:
         with self._lock:
             if self.follower is not None and not self.follower.closing:
                 self._catch_up()
+                self._carry_over()
 
     def reaches(self, name: str) -> Future[None] | None:
         """Returns what ends when the catalogue contains a version; None if it does now.
 
         Args:
-            name: The version, as a response names it. One of another bundle counts as contained,
-                unless servers of both share a log.
+            name: The version, as a response names it. One of another bundle is compared by epoch
+                and number if the log is shared; else it counts as contained.
 
         Raises:
             InvalidRequest: If it is no name of a version.
@@ -521,7 +537,8 @@ class LiveCatalog:
             before = current
             request = _PutRequest(current, tools, now_us, added_at, made)
             changes = request.read(body.items)
-            return ChangeSet(current.items.number + 1, changes=tuple(changes)) if changes else None
+            own = self._with_embeddings(changes, current.items)
+            return ChangeSet(current.items.number + 1, changes=own) if changes else None
 
         name, warning = self._commit(make)
         assert request is not None
@@ -560,8 +577,15 @@ class LiveCatalog:
         """Stores the difference of an earlier version to the bundle, which all servers apply."""
 
         def make(current: Snapshot) -> ChangeSet:
-            changed = difference(self._archive.get(name).items)
-            return ChangeSet(current.items.number + 1, changed.changes, changed.hidden, whole=True)
+            archived = self._archive.get(name).items
+            changed = difference(archived)
+            return ChangeSet(
+                current.items.number + 1,
+                self._with_embeddings(changed.changes, archived),
+                changed.hidden,
+                whole=True,
+                restored=tuple(sorted(difference(current.items).item_ids - changed.item_ids)),
+            )
 
         made, warning = self._commit(make)
         return RollbackResponse(catalog_version=made, restored=name, warning=warning or UNSET)
@@ -597,6 +621,9 @@ class LiveCatalog:
             self._catch_up()
         writer = secrets.token_hex(8)
         for _ in range(MAX_ATTEMPTS):
+            self._carry_over()
+            if self._pending:
+                break
             try:
                 change_set = make(self.current)
             except LookupError:  # another server may have stored what this one does not know
@@ -617,12 +644,109 @@ class LiveCatalog:
                         name = str(VersionName(version, each.epoch, each.number))
                         return name, UNKNOWN_REPLICAS if shared.wait_replicas else ""
             else:
-                self._apply([stored.change_set])
-                self.follower.reached(self.current.items)
-                self._condense_if_long()
+                self._apply_appended(stored)
                 return self.current.items.name, stored.warning
         raise CatalogConflict(
             f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
+        )
+
+    def _apply_appended(self, stored: Appended) -> None:
+        """Applies what this server has stored in a shared log."""
+        assert self.follower is not None
+        self._apply([stored.change_set])
+        self._tell_follower()
+        self._condense_if_long()
+
+    def _tell_follower(self) -> None:
+        """Says that the log was read to its end."""
+        items = self.current.items
+        assert self.follower is not None
+        self.follower.reached(items, self._pending[0].number - 1 if self._pending else items.number)
+
+    def _carry_over(self) -> None:
+        """Carries over what servers of other bundles have stored.
+
+        Something is left if other servers were faster each time.
+
+        Raises:
+            JournalError: If the log cannot be written.
+        """
+        attempts = 0
+        while self._pending and attempts < MAX_ATTEMPTS:
+            attempts += not self._assign()
+
+    def _assign(self) -> bool:
+        """Stores what the first pending changes of other bundles mean for this one.
+
+        If another server is faster, the changes of that one are applied instead.
+
+        Returns:
+            Whether they are stored.
+
+        Raises:
+            JournalError: If the log cannot be written.
+        """
+        follower, items = self.follower, self.current.items
+        assert follower is not None
+        size, pending = 0, list[ChangeSet]()
+        for each in self._pending:
+            if pending and size + len(each) > MAX_ASSIGNED:
+                break
+            pending.append(each)
+            size += len(each)
+        last = pending[-1].number
+        wanted = OtherChanges.of(pending, items.log.schema)
+        tools, bodies = self.open_tools(), wanted.bodies(items, self.embedding_size())
+        request = _PutRequest(self.current, tools, self.clock(), wanted.added_at, self._made)
+        changes, hidden = tuple(request.read(bodies)), wanted.to_hide(items)
+        try:
+            while len(changes) > MAX_ASSIGNED:  # of one large change set
+                part, changes = changes[:MAX_ASSIGNED], changes[MAX_ASSIGNED:]
+                self._store_assignment(part, (), self._assigned)
+            self._store_assignment(changes, hidden, last)
+        except PositionTaken:
+            follower.conflicts += 1
+            self._catch_up()
+            return False
+        except AppendUncertain as error:
+            self._settle(error)
+            return False
+        for rejection in request.rejected[:10]:
+            log.warning(
+                "item %s of another bundle is not carried over: %s",
+                bodies[rejection.index]["item_id"][:80],
+                rejection.reason,
+            )
+        return True
+
+    def _store_assignment(
+        self, changes: tuple[ItemChange, ...], hidden: tuple[str, ...], assigned: int
+    ) -> None:
+        """Stores and applies an assignment. Raises as `append` of the log."""
+        assert self._shared is not None
+        number, writer = self.current.items.number + 1, secrets.token_hex(8)
+        part = ChangeSet(number, changes, hidden, writer=writer, assigned=assigned)
+        self._apply_appended(self._shared.append(part))
+
+    def _with_embeddings(
+        self, changes: Sequence[ItemChange], items: CatalogVersion
+    ) -> tuple[ItemChange, ...]:
+        """Returns changes with the user's embeddings, for other bundles of a shared log.
+
+        Args:
+            changes: The changes.
+            items: A version that has the items without a new vector.
+        """
+        size = self.embedding_size()
+        if self._shared is None or size is None:
+            return tuple(changes)
+        rows = items.rows_by_key([change.record.item_id for change in changes])
+        return tuple(
+            replace(
+                change,
+                embedding=(items.vectors[row] if change.vector is None else change.vector)[:size],
+            )
+            for change, row in zip(changes, rows, strict=True)
         )
 
     def _settle(self, uncertain: AppendUncertain) -> list[ChangeSet]:
@@ -653,17 +777,13 @@ class LiveCatalog:
             )
         if lost:
             self._archive.clear()
-            base = self._archive.bundle
-            self._lineage += 1
-            if not found:
-                self._publish(restore_version(base.items, items, 0), base.base_trie)
-            else:
-                found[0] = replace(found[0], whole=True)
+            self._assigned = 0
+            found.insert(0, ChangeSet(0, whole=True))  # nothing of the old log stays
         if found:
             self._apply(found)
             log.debug("applied %d change sets of items", len(found))
         self._archive.start_at(shared.start)
-        follower.reached(self.current.items)
+        self._tell_follower()
         return found
 
     def _apply(self, change_sets: Sequence[ChangeSet]) -> None:
@@ -676,8 +796,18 @@ class LiveCatalog:
         items, base_trie, lineage = first.items, first.base_trie, self._lineage
         applied, damage = items, None
         for change_set in change_sets:
+            if change_set.remains:
+                self._await_assignment(change_set)
+                continue
             parts: Sequence[ChangeSet] = (change_set,)
             base = base_trie
+            if change_set.made_for not in ("", items.base.version):
+                if change_set.assigned is None:
+                    self._await_assignment(change_set)
+                change_set = replace(change_set, whole=False)
+                parts = (replace(change_set, changes=(), hidden=()),)
+            elif change_set.whole or change_set.assigned is not None:
+                self._end_assignments(change_set)
             if change_set.whole:
                 items = restore_version(bundle.items, items, change_set.number)
                 parts, base = change_set.split(), bundle.base_trie
@@ -697,6 +827,25 @@ class LiveCatalog:
         self._fold_if_large()
         if damage is not None:
             raise damage
+
+    def _await_assignment(self, change_set: ChangeSet) -> None:
+        """Remembers what another bundle has changed, unless it was carried over."""
+        own = change_set.made_for == self.current.items.base.version
+        if not own and change_set.number > self._assigned:
+            self._pending.append(change_set)
+            self._pending.sort(key=lambda each: each.number)  # a snapshot may be older
+
+    def _end_assignments(self, change_set: ChangeSet) -> None:
+        """Forgets what a change set of this bundle has carried over.
+
+        A rollback is stored while nothing is left to carry over.
+        """
+        done = change_set.assigned
+        if done is not None:
+            self._assigned = done
+        self._pending = [each for each in self._pending if done is not None and each.number > done]
+        if not self._pending:
+            self._made.clear()
 
     def _condense_if_long(self) -> None:
         """Lets a thread replace the beginning of a shared log by a snapshot, if it pays."""

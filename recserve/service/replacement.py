@@ -19,21 +19,18 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recserve.bounds import format_time
 from recserve.bundle.bundle import CATALOG, Bundle
 from recserve.engine.engine import Engine
-from recserve.features.catalog.item_records import ItemRecord
-from recserve.features.catalog.versions import CatalogVersion, ItemChange, difference
-from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
+from recserve.features.catalog.versions import difference
 from recserve.schemas.items import (
     MAX_ITEMS,
     Candidate,
@@ -41,6 +38,7 @@ from recserve.schemas.items import (
     RankRequest,
     RecommendRequest,
 )
+from recserve.service.carried_items import OtherChanges
 from recserve.service.errors import UnknownModel
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.memory import SERVED, available_bytes, needed_bytes, release_freed
@@ -244,18 +242,8 @@ def carry_over(old: LiveCatalog, new: LiveCatalog, override: Collection[str] = (
 
     A second pass applies only what has changed since the first.
 
-    The rules, for an item that was changed while the old bundle was served:
-
-    - An item that was put and that the new bundle does not have is inserted.
-    - An item that was put and that the new bundle has keeps the new bundle's title, categories,
-      attributes and times. It becomes visible if an earlier change had hidden it.
-    - An item that was hidden is hidden. A catalogue that does not have it remembers that it is
-      hidden, for a later bundle that has it.
-    - Ids in `override` (a rollback passes all changes since the old bundle was loaded) get their
-      latest title, categories, attributes and times in any case.
-
-    Vectors and semantic ids belong to a bundle, so inserted items get new ones. The item's own
-    embedding is used again if both bundles were built from embeddings of the same length.
+    The rules are those of `carried_items`. Ids in `override` (a rollback passes all changes since
+    the old bundle was loaded) get their latest title, categories, attributes and times in any case.
 
     Args:
         old: The catalogue that has changed.
@@ -266,73 +254,25 @@ def carry_over(old: LiveCatalog, new: LiveCatalog, override: Collection[str] = (
         JournalError: If the journal of the new catalogue cannot be written.
     """
     changed = difference(old.current.items)
-    hidden = set(changed.hidden)
     size = _embedding_size(old, new)
-    wanted = [change for change in changed.changes if change.record.item_id not in hidden]
-    puts = list(_put_bodies(wanted, new, frozenset(override), size))
-    added_at = {change.record.item_id: change.record.added_at for change in wanted}
+    wanted = OtherChanges(hidden=set(changed.hidden))
+    for change in changed.changes:
+        if change.record.item_id not in wanted.hidden:
+            given = None if size is None or change.vector is None else change.vector[:size]
+            wanted.put[change.record.item_id] = replace(change, embedding=given)
+    puts = wanted.bodies(new.current.items, size, override)
     refused: dict[str, str] = {}
     for first in range(0, len(puts), MAX_ITEMS):
         part = puts[first : first + MAX_ITEMS]
-        for rejection in new.put(ItemsRequest(items=part), added_at).rejected:
+        for rejection in new.put(ItemsRequest(items=part), wanted.added_at).rejected:
             refused[part[rejection.index]["item_id"]] = rejection.reason
     current = new.current.items
     num_hidden = sum(current.visible.get(item_id) >= 0 for item_id in changed.hidden)
-    if to_hide := hidden.difference(current.visible.removed_keys()):
-        new.hide(*sorted(to_hide), unknown=True)
+    if to_hide := wanted.to_hide(current):
+        new.hide(*to_hide, unknown=True)
     for item_id, reason in list(refused.items())[:10]:
         log.warning("item %s was not carried over to the new bundle: %s", item_id[:80], reason)
     return CarriedItems(len(puts) - len(refused), num_hidden, refused)
-
-
-def _put_bodies(
-    changes: list[ItemChange], new: LiveCatalog, override: frozenset[str], size: int | None
-) -> Iterator[dict[str, Any]]:
-    """Yields the items to put. `size` is the length of shared embeddings."""
-    items = new.current.items
-    rows = items.rows_by_key([change.record.item_id for change in changes])
-    for change, row in zip(changes, rows, strict=True):
-        record = change.record
-        known = row >= 0 and items.item_id(row) == record.item_id
-        built = known and items.trained_row(row) >= 0
-        visible = known and not items.is_removed(row)
-        if built and record.item_id not in override:
-            if not visible:
-                yield {"item_id": record.item_id}
-        elif not visible or not _same(items.record(row), record, items):
-            yield _put_body(change, items, None if known else size)
-
-
-def _put_body(change: ItemChange, items: CatalogVersion, size: int | None) -> dict[str, Any]:
-    record = change.record
-    names = items.log.schema.names
-    body: dict[str, Any] = {
-        "item_id": record.item_id,
-        "title": record.title,
-        "categories": record.categories,
-        "attributes": {name: record.attributes.get(name) for name in names},
-        AVAILABLE_FROM: _moment(record.available_from),
-        EXPIRES_AT: _moment(record.expires_at),
-    }
-    if size is not None and change.vector is not None:
-        body["embedding"] = change.vector[:size].tolist()
-    return body
-
-
-def _same(one: ItemRecord, other: ItemRecord, items: CatalogVersion) -> bool:
-    """Returns True if both records agree in every field that the catalogue has."""
-    names = items.log.schema.names
-    fields = [
-        (each.title, list(each.categories), each.available_from, each.expires_at)
-        for each in (one, other)
-    ]
-    return fields[0] == fields[1] and all(
-        one.attributes.get(name) == other.attributes.get(name) for name in names
-    )
-
-
-def _moment(time_us: int | None) -> str | None:
-    return None if time_us is None else format_time(time_us)
 
 
 def _embedding_size(old: LiveCatalog, new: LiveCatalog) -> int | None:

@@ -18,23 +18,23 @@ from recserve.features.catalog.versions import ChangeSet, ItemChange
 TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
 
 
-def format_line(change_set: ChangeSet, made_for: str = "") -> bytes:
-    """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON.
-
-    Args:
-        change_set: The change set.
-        made_for: Version of the bundle's catalogue to which its vectors and semantic ids belong;
-            empty in a file that has the version in its name.
-    """
+def format_line(change_set: ChangeSet) -> bytes:
+    """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
     fields: dict[str, Any] = {"number": change_set.number}
-    if made_for:
-        fields["made_for"] = made_for
+    if change_set.made_for:
+        fields["made_for"] = change_set.made_for
     if change_set.changes:
         fields["put"] = [_change_fields(change) for change in change_set.changes]
     if change_set.hidden:
         fields["hide"] = list(change_set.hidden)
     if change_set.whole:
         fields["whole"] = True
+    if change_set.restored:
+        fields["restore"] = list(change_set.restored)
+    if change_set.assigned is not None:
+        fields["assigned"] = change_set.assigned
+    if change_set.remains:
+        fields["remains"] = True
     plain = msgspec.to_builtins  # decimals, bytes and durations as texts
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), default=plain).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
@@ -49,14 +49,25 @@ def _change_fields(change: ItemChange) -> dict[str, Any]:
     }
     fields["attributes"] = dict(change.record.attributes)
     if change.vector is not None and change.codes is not None:
-        raw = np.ascontiguousarray(change.vector, "<f4").tobytes()
-        fields["vector"] = base64.b64encode(raw).decode()
+        fields["vector"] = _encode(change.vector)
         fields["codes"] = change.codes.tolist()
+        if change.embedding is not None:  # the vector begins with it
+            fields["given"] = len(change.embedding)
+    elif change.embedding is not None:
+        fields["embedding"] = _encode(change.embedding)
     return fields
 
 
-def parse_line(line: bytes) -> tuple[ChangeSet, str]:
-    """Parses a line without its end into a change set and its `made_for`.
+def _encode(vector: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(vector, "<f4").tobytes()).decode()
+
+
+def _decode(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
+
+
+def parse_line(line: bytes) -> ChangeSet:
+    """Parses a line without its end.
 
     Raises:
         ValueError: If the line is damaged.
@@ -67,9 +78,17 @@ def parse_line(line: bytes) -> tuple[ChangeSet, str]:
     try:
         fields = json.loads(text)
         changes = tuple(_parse_change(one) for one in fields.get("put", ()))
-        hidden, whole = tuple(fields.get("hide", ())), bool(fields.get("whole", False))
-        change_set = ChangeSet(int(fields["number"]), changes, hidden, whole)
-        return change_set, str(fields.get("made_for", ""))
+        assigned = fields.get("assigned")
+        return ChangeSet(
+            int(fields["number"]),
+            changes,
+            tuple(fields.get("hide", ())),
+            bool(fields.get("whole", False)),
+            made_for=str(fields.get("made_for", "")),
+            restored=tuple(fields.get("restore", ())),
+            assigned=None if assigned is None else int(assigned),
+            remains=bool(fields.get("remains", False)),
+        )
     except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
@@ -84,23 +103,26 @@ def _parse_change(fields: dict[str, Any]) -> ItemChange:
         **{name: int(fields[name]) for name in TIME_FIELDS if name in fields},
     )
     if "vector" not in fields:
-        return ItemChange(record)
-    vector = np.frombuffer(base64.b64decode(fields["vector"]), "<f4").astype(np.float32)
-    return ItemChange(record, vector, np.array(fields["codes"], np.uint16))
+        embedding = _decode(fields["embedding"]) if "embedding" in fields else None
+        return ItemChange(record, embedding=embedding)
+    vector = _decode(fields["vector"])
+    given = vector[: int(fields["given"])] if "given" in fields else None
+    return ItemChange(record, vector, np.array(fields["codes"], np.uint16), given)
 
 
-def check_change_set(change_set: ChangeSet, catalog: Catalog) -> None:
+def check_change_set(change_set: ChangeSet, catalog: Catalog | None) -> None:
     """Checks a change set that another process has written.
 
     Args:
         change_set: The change set.
-        catalog: The bundle's catalogue.
+        catalog: The bundle's catalogue; None if the change set is of another bundle. Then its
+            attributes are checked when this bundle takes them.
 
     Raises:
         ValueError: If the change set does not fit the catalogue.
     """
     changed = [change.record.item_id for change in change_set.changes]
-    for ids in (changed, change_set.hidden):
+    for ids in (changed, change_set.hidden, change_set.restored):
         for item_id in ids:
             if not isinstance(item_id, str) or not 1 <= len(item_id) <= MAX_ID_LENGTH:
                 raise ValueError(f"an item id is no text of 1 to {MAX_ID_LENGTH} characters")
@@ -108,21 +130,28 @@ def check_change_set(change_set: ChangeSet, catalog: Catalog) -> None:
             raise ValueError("an item occurs twice")
     if not change_set.whole and not set(changed).isdisjoint(change_set.hidden):
         raise ValueError("an item is put and hidden")
+    if change_set.assigned is not None and not 0 <= change_set.assigned <= change_set.number:
+        raise ValueError("it assigns a later position")
     for change in change_set.changes:
         _check_change(change, catalog)
 
 
-def _check_change(change: ItemChange, catalog: Catalog) -> None:
-    """Raises ValueError if a change does not fit a catalogue."""
+def _check_change(change: ItemChange, catalog: Catalog | None) -> None:
+    """Raises ValueError if a change does not fit a catalogue, see `check_change_set`."""
     record = change.record
     shown = repr(record.item_id[:80])
     texts = [record.title, *record.categories] if isinstance(record.categories, list) else [None]
     if not all(isinstance(text, str) for text in texts) or not isinstance(record.attributes, dict):
         raise ValueError(f"item {shown}: title, categories or attributes are of another type")
-    check_attributes(record.attributes, catalog.items.attributes.schema)
     for time_us in (record.available_from, record.expires_at, record.added_at):
         if time_us is not None and not 0 <= time_us < MAX_TIME_US:
             raise ValueError(f"item {shown}: time {time_us} is out of range")
+    for numbers in (change.vector, change.embedding):
+        if numbers is not None and not (numbers.size and np.isfinite(numbers).all()):
+            raise ValueError(f"item {shown}: expected a vector of finite numbers")
+    if catalog is None:
+        return
+    check_attributes(record.attributes, catalog.items.attributes.schema)
     if change.vector is None or change.codes is None:
         return
     sizes, dim = catalog.semantic_ids.codebook_sizes, int(catalog.vectors.shape[1])

@@ -52,7 +52,7 @@ class ItemJournal:
             if number == len(lines) - 1:
                 break  # after the last line end: nothing, or a line that a crash cut short
             try:
-                change_sets.append(parse_line(line)[0])
+                change_sets.append(parse_line(line))
             except ValueError as error:
                 raise JournalError(
                     f"{self.path}: line {number + 1} is damaged ({error})"

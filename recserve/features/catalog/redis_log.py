@@ -3,7 +3,7 @@
 Three keys, all in one hash slot:
 
     log        a stream; the change set of position N has the id N-0, an epoch and a time
-    snapshot   a hash: the change sets that replace all positions up to its own
+    snapshot   a hash: what replaces all positions up to its own, for each bundle (`log_contents`)
     epochs     a hash: the server that has the log, the epoch, and where each epoch began
 
 Two writers cannot take one position: a script checks in one step that the log ends just before it
@@ -35,6 +35,7 @@ from recserve.features.catalog.catalog_log import (
     PositionTaken,
 )
 from recserve.features.catalog.change_lines import check_change_set, format_line, parse_line
+from recserve.features.catalog.log_contents import LogContents
 from recserve.features.catalog.versions import ChangeSet
 from recserve.features.redis_connection import FAILURES, call_and_wait, connect, describe
 
@@ -144,12 +145,8 @@ return 1
 )
 
 
-class OtherBundle(JournalError):
-    """The log holds changes of the catalogue of another bundle."""
-
-
 class RedisCatalogLog:
-    """The log of one catalogue in Redis.
+    """The log of one catalogue in Redis, for one of the bundles that share it.
 
     One thread reads and appends; another one may wait, and another one may replace.
 
@@ -178,7 +175,7 @@ class RedisCatalogLog:
 
         Args:
             client: A client of `redis_connection.connect`. It may repeat a call that failed.
-            catalog: The bundle's catalogue, which the change sets must fit.
+            catalog: The bundle's catalogue, which its change sets must fit.
             name: Name of the log. Processes that use one name have one log.
             waiting: Another client for `wait`, whose time limit of a reply is longer than these
                 waits; None uses the first one.
@@ -195,13 +192,15 @@ class RedisCatalogLog:
         self._append = client.register_script(APPEND)
         self._read = client.register_script(READ)
         self._snapshot = client.register_script(SNAPSHOT)
+        self._everything = False  # whether a read returns other bundles' parts of the snapshot
         self._epoch = ""  # of the log when it was read last; empty before
         self._sizes: dict[int, int] = {}  # changed items by position, behind the snapshot
 
     def read(self, first: int = 0, epoch: int = 0) -> list[ChangeSet]:
         """Returns the change sets from a position on, in order.
 
-        The first one is `whole` if a snapshot has replaced the position.
+        Change sets of other bundles name them in `made_for`. If a snapshot has replaced the
+        position, what it has left of the others comes first, then a `whole` one of this bundle.
 
         Args:
             first: The position. After `PositionLost` it is 0.
@@ -233,7 +232,7 @@ class RedisCatalogLog:
         number = change_set.number
         if not self._epoch:
             raise PositionTaken(f"{self.name}: read the log before a change")
-        line = format_line(change_set, self._catalog.version)
+        line = format_line(replace(change_set, made_for=self._catalog.version))
         if len(line) > MAX_ENTRY_BYTES:
             raise JournalError(
                 f"{self.name}: a change of {len(line)} bytes; expected at most {MAX_ENTRY_BYTES}. "
@@ -263,22 +262,34 @@ class RedisCatalogLog:
     def replace(self, change_sets: Sequence[ChangeSet]) -> None:
         """Replaces all change sets up to a position, unless a later snapshot has done so.
 
+        The log is read for what the other bundles have there.
+
         Raises:
             PositionLost: If the log has lost the position.
             JournalError: If the snapshot is too large, or Redis does not answer.
         """
-        lines = b"".join(format_line(each, self._catalog.version) for each in change_sets)
+        last, version = change_sets[-1], self._catalog.version
+        contents = LogContents()
+        for each in RedisCatalogLog(self._client, self._catalog)._read_all(self._keys):
+            if each.number <= last.number:
+                contents.add(each)
+        parts = contents.snapshot(last.number, version, change_sets)
+        lines = b"".join(map(format_line, parts))
         if len(lines) > MAX_SNAPSHOT_BYTES:
             raise JournalError(
                 f"{self.name}: a snapshot of {len(lines)} bytes; expected at most "
                 f"{MAX_SNAPSHOT_BYTES}"
             )
-        last = change_sets[-1]
         arguments = [last.epoch, last.number, last.time_ms, lines]
         with self._failures():
             done = self._snapshot(self._keys, arguments)
         if int(done) < 0:
             raise PositionLost(f"{self.name}: position {last.number} is lost")
+
+    def _read_all(self, keys: list[str]) -> list[ChangeSet]:
+        """Returns all change sets of other keys, with all of the snapshot."""
+        self._keys, self._everything = keys, True
+        return self.read()
 
     def close(self) -> None:
         """Closes the connections."""
@@ -352,7 +363,7 @@ class RedisCatalogLog:
         }
 
     def _read_snapshot(self, position: int, size: int) -> list[ChangeSet]:
-        """Returns the parts of the snapshot of a position; none if there is a later one."""
+        """Returns the snapshot of a position for this bundle; nothing if there is a later one."""
         if size > MAX_SNAPSHOT_BYTES:
             raise JournalError(
                 f"{self.name}: the snapshot of position {position} has {size} bytes; expected at "
@@ -366,7 +377,16 @@ class RedisCatalogLog:
             return []
         stored = (lines or b"").removesuffix(b"\n").split(b"\n")
         parts = [self._parse(line, position, made_in, time_ms or b"0") for line in stored]
-        return [replace(part, whole=not at) for at, part in enumerate(parts)]
+        if self._everything:
+            return sorted(parts, key=lambda part: part.number)
+        version = self._catalog.version
+        remains = [part for part in parts if part.remains and part.made_for != version]
+        own = [part for part in parts if part.made_for == version and not part.remains]
+        if not own:  # no server of this bundle has written yet
+            epoch = parts[0].epoch
+            none = ChangeSet(position, epoch=epoch, time_ms=parts[0].time_ms, made_for=version)
+            own = [replace(none, assigned=0)]
+        return remains + [replace(part, whole=not at) for at, part in enumerate(own)]
 
     def _parse(
         self,
@@ -378,18 +398,15 @@ class RedisCatalogLog:
     ) -> ChangeSet:
         """Parses and checks the change set of a position. Raises JournalError."""
         try:
-            change_set, made_for = parse_line(line.removesuffix(b"\n"))
-            if change_set.number != position:
-                raise ValueError(f"it says that it is {change_set.number}")
-            if made_for and made_for != self._catalog.version:
-                raise OtherBundle(
-                    f"{self.name}: position {position} is of catalogue {made_for[:40]}; this "
-                    f"bundle has catalogue {self._catalog.version}. Set another catalog_name for "
-                    "this bundle"
-                )
-            check_change_set(change_set, self._catalog)
+            change_set = parse_line(line.removesuffix(b"\n"))
+            number = change_set.number
+            if number != position and not (change_set.remains and 0 < number < position):
+                raise ValueError(f"it says that it is {number}")
+            own = change_set.made_for in ("", self._catalog.version) and not change_set.remains
+            check_change_set(change_set, self._catalog if own else None)
             return replace(
                 change_set,
+                made_for=change_set.made_for or self._catalog.version,
                 epoch=int(epoch or b""),
                 time_ms=int(time_ms),
                 writer=writer.decode("latin-1"),

@@ -357,11 +357,14 @@ class ItemChange:
         record: Title, categories, attributes and times.
         vector: [F] new vector, or None to leave the item's row as it is.
         codes: [L] new semantic id. It is given if and only if `vector` is given.
+        embedding: [E] the user's own embedding, for other bundles; None if the build made the
+            vectors. Only a log of several servers has it.
     """
 
     record: ItemRecord
     vector: np.ndarray | None = None
     codes: np.ndarray | None = None
+    embedding: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -378,7 +381,14 @@ class ChangeSet:
         whole: Whether it applies to the bundle's catalogue instead of the version before it.
         epoch: Epoch of a log that several processes write, in which it was stored; 0 elsewhere.
         time_ms: Time at which such a log stored it, in milliseconds since 1970; 0 elsewhere.
-        writer: Identifies the change in such a log, for the process that has made it.
+        writer: Identifies the change in such a log, for the process that has made it;
+            empty in a snapshot.
+        made_for: Version of the bundle's catalogue to which its vectors and semantic ids belong;
+            empty in a file that has the version in its name.
+        restored: Ids that a rollback gives back the state that they have in the bundle.
+        assigned: Last position of other bundles that this change set and those before it have
+            carried over; None if it is no assignment.
+        remains: Whether it is what a snapshot has left of an earlier position for other bundles.
     """
 
     number: int
@@ -388,6 +398,10 @@ class ChangeSet:
     epoch: int = 0
     time_ms: int = 0
     writer: str = ""
+    made_for: str = ""
+    restored: tuple[str, ...] = ()
+    assigned: int | None = None
+    remains: bool = False
 
     def __len__(self) -> int:
         return len(self.changes) + len(self.hidden)
