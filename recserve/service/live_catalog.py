@@ -1193,7 +1193,7 @@ class _PutRequest:
                     self._take_vector(change, earlier)
                 else:
                     new.append(change)
-            elif change.vector is None and self._has_lost_id(change.row):
+            elif change.vector is None and items.has_lost_id(change.row):
                 change.vector = np.asarray(items.vectors[change.row])
         if not new or self.tools is None:
             return
@@ -1224,7 +1224,8 @@ class _PutRequest:
             return
         vectors = np.stack([change.vector for change in moving if change.vector is not None])
         rows = [change.row for change in moving]
-        ids = self.tools[1].assign(self.snapshot.items, vectors, rows)
+        kept = [change.row for change in self._changes.values() if change.vector is None]
+        ids = self.tools[1].assign(self.snapshot.items, vectors, rows, kept)
         for change, new_id in zip(moving, ids, strict=True):
             if new_id is None:
                 self._reject(change.index, "all semantic ids of the catalogue are taken")
@@ -1234,14 +1235,6 @@ class _PutRequest:
             if new_id.is_far:
                 reason = "the semantic ids near this item are taken; it got one farther away"
                 self.degraded.append(Rejection(index=change.index, reason=reason))
-
-    def _has_lost_id(self, row: int) -> bool:
-        """Returns True for a hidden item whose semantic id belongs to another item now."""
-        items = self.snapshot.items
-        if not items.is_removed(row):
-            return False
-        name = np.ascontiguousarray(items.codes[row], np.uint16).tobytes()
-        return items.owners.get(name) not in (-1, row)
 
     def _rows_of_path(self, path: str) -> np.ndarray:
         return np.flatnonzero(self.snapshot.filters.evaluate({"eq": [CATEGORIES, path]}))

@@ -214,6 +214,22 @@ def test_a_semantic_id_of_a_hidden_item_is_free_again(service):
     assert len(scores(slate(service))) == 513
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("built", [True, False])
+def test_a_hidden_item_that_returns_keeps_its_id_from_items_of_the_same_request(
+    service, built, first
+):
+    name = base_of(service).items.ids[0] if built else "new"
+    if not built:
+        put(service, item_like(service, name))
+    own, like = service.item(name).semantic_id, 0 if built else None
+    service.hide_item(name)
+    items = [{"item_id": name, "title": "Again"}, item_like(service, "heir", like)]
+    put(service, *(items if first else items[::-1]))
+    assert service.item(name).semantic_id == own != service.item("heir").semantic_id
+    assert {name, "heir"} <= scores(slate(service)).keys()
+
+
 def test_rollback_restores_what_was(service):
     ids = base_of(service).items.ids
     first = put(service, item_like(service, "one")).catalog_version

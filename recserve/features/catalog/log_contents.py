@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
-
 from recserve.features.catalog.versions import ChangeSet, ItemChange
 
 MAX_BUNDLES = 4  # in a snapshot; a bundle that has not written for longer starts like a new one
@@ -29,7 +27,8 @@ class BundleItems:
     """The changed items of one bundle, as its own change sets have left them.
 
     Attributes:
-        changes: Latest record, vector and semantic id of each item that was put.
+        changes: Latest record, vector and semantic id of each item that was put, in the order of
+            their semantic ids, as in `difference`.
         hidden: Ids of hidden items, in order.
         assigned: Last position of other bundles that it has carried over.
         last: Position of its last change set.
@@ -39,13 +38,12 @@ class BundleItems:
     hidden: dict[str, None] = field(default_factory=dict)
     assigned: int = 0
     last: int = 0
-    _owners: dict[bytes, str] = field(default_factory=dict)  # item of each semantic id
 
     def apply(self, change_set: ChangeSet) -> None:
         """Applies a change set of the bundle, or its part of a snapshot."""
         first = not change_set.writer and change_set.assigned is not None  # of a snapshot
         if change_set.whole or first:
-            self.changes, self.hidden, self._owners = {}, {}, {}
+            self.changes, self.hidden = {}, {}
         for change in change_set.changes:
             self._put(change)
         self.hidden |= dict.fromkeys(change_set.hidden)
@@ -55,20 +53,14 @@ class BundleItems:
 
     def _put(self, change: ItemChange) -> None:
         item_id = change.record.item_id
-        before = self.changes.get(item_id)
         self.hidden.pop(item_id, None)
         if change.vector is None or change.codes is None:
+            before = self.changes.get(item_id)
             vector, codes = (None, None) if before is None else (before.vector, before.codes)
-            self.changes[item_id] = ItemChange(change.record, vector, codes)
-            return
-        self.changes.pop(item_id, None)  # an id belongs to the later one of two items
-        if before is not None and before.codes is not None:
-            self._owners.pop(_key(before.codes), None)
-        owner = self._owners.get(_key(change.codes))
-        if owner is not None:  # a hidden item, which gets another id when it is put again
-            self.changes.pop(owner, None)
-        self._owners[_key(change.codes)] = item_id
-        self.changes[item_id] = ItemChange(change.record, change.vector, change.codes)
+        else:
+            vector, codes = change.vector, change.codes
+            self.changes.pop(item_id, None)
+        self.changes[item_id] = ItemChange(change.record, vector, codes)
 
     def parts(self, position: int, made_for: str) -> tuple[ChangeSet, ChangeSet]:
         """Returns its part of a snapshot."""
@@ -148,7 +140,3 @@ class LogContents:
                 restored=tuple(item_id for item_id, state in states if state == "restored"),
                 remains=True,
             )
-
-
-def _key(codes: np.ndarray) -> bytes:
-    return np.ascontiguousarray(codes, np.uint16).tobytes()

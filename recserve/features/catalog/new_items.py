@@ -7,7 +7,7 @@ own, fitted before.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -142,7 +142,11 @@ class IdAssigner:
         self.ids_per_tuple = index.codebook_sizes[-1] if index.has_disambiguation else 1
 
     def assign(
-        self, version: CatalogVersion, vectors: np.ndarray, rows: Sequence[int]
+        self,
+        version: CatalogVersion,
+        vectors: np.ndarray,
+        rows: Sequence[int],
+        returning: Iterable[int] = (),
     ) -> list[NewId | None]:
         """Returns semantic ids that are distinct and free in a version.
 
@@ -150,13 +154,14 @@ class IdAssigner:
             version: Version of the catalogue.
             vectors: [n, F] item vectors.
             rows: [n] row of each item in this version, -1 for a new item.
+            returning: Rows of hidden items that are put at the same time and keep their ids.
 
         Returns:
             n semantic ids, None where every semantic id of the catalogue is taken.
         """
         if not len(vectors):
             return []
-        used: set[bytes] = set()
+        used = {np.ascontiguousarray(version.codes[row], np.uint16).tobytes() for row in returning}
         full: set[bytes] = set()  # codes without a free id; similar vectors look at the same ones
         # Equal vectors share a search: an id that one of them finds taken stays taken.
         searches: dict[bytes, Iterator[np.ndarray]] = {}

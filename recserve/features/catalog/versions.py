@@ -271,6 +271,13 @@ class CatalogVersion:
         """Whether a row must not be recommended."""
         return bool(self.are_removed(np.array(row)))
 
+    def has_lost_id(self, row: int) -> bool:
+        """Whether a row must not be recommended and its semantic id belongs to another row now."""
+        if not self.is_removed(row):
+            return False
+        name = np.ascontiguousarray(self.codes[row], np.uint16).tobytes()
+        return self.owners.get(name) not in (-1, row)
+
     def present_rows(self, first_rows: np.ndarray) -> np.ndarray:
         """Returns the rows that items have now, in the order of their first rows.
 
@@ -485,7 +492,8 @@ def compact_log(version: CatalogVersion) -> CatalogVersion:
 def difference(version: CatalogVersion) -> ChangeSet:
     """Returns the shortest change set from the bundle to the content of a version.
 
-    A hidden item whose semantic id now belongs to another item appears in `hidden` only.
+    Its changes are in the order of their rows. So of two items with one semantic id, the hidden one
+    comes first, and has lost it after the second one.
     """
     touched = (version.record_rows, version.key_rows, version.removed_rows)
     rows = np.unique(np.concatenate(touched))
@@ -493,11 +501,10 @@ def difference(version: CatalogVersion) -> ChangeSet:
     current = version.rows_of_keys(item_keys(names)) == rows
     known, changes = len(version.base), []
     for row in rows[current].tolist():  # the others' items have a later row
-        owns = row < known or version.owners.get(version.codes[row].tobytes()) == row
-        if owns and row >= known:
+        if row >= known:
             codes = version.codes[row]
             changes.append(ItemChange(version.record(row), version.vectors[row], codes))
-        elif owns and np.isin(row, version.record_rows):
+        elif np.isin(row, version.record_rows):
             changes.append(ItemChange(version.record(row)))
     hidden = tuple(version.visible.removed_keys())
     return ChangeSet(
@@ -535,6 +542,8 @@ class VersionBuilder:
         item_id = change.record.item_id
         if change.vector is not None and change.codes is not None:
             row = self._new_row(item_id, row, change.vector, change.codes)
+        elif self.old.has_lost_id(row):  # on this server only, to an item that has left it since
+            row = self._new_row(item_id, row, self.old.vectors[row], self.old.codes[row])
         elif self.old.is_removed(row):
             self.returned.append(row)
         self.visible[item_id] = row
@@ -566,7 +575,7 @@ class VersionBuilder:
         if self.shared and old >= len(self.old.base):
             self.disowned.append(old)
         name = codes.astype(np.uint16).tobytes()
-        owner = self.old.owners.get(name)
+        owner = self.owners.get(name, self.old.owners.get(name))
         # The id was free: its last owner is a hidden item's row or this item's old row.
         if owner >= len(self.old.base):
             self.disowned.append(owner)
@@ -589,7 +598,7 @@ class VersionBuilder:
         keys, key_rows = _merge(old.keys, old.key_rows, self.keys, np.uint64)
         removed, successors = self._remove_rows()
         rows, places = _merge(old.record_rows, old.record_places, self.records, np.int64)
-        owning = old.owning
+        owning = np.concatenate([old.owning, np.arange(old.num_rows, self.num_rows)])
         if self.disowned:
             owning = owning[~np.isin(owning, self.disowned)]
         return replace(
@@ -604,7 +613,7 @@ class VersionBuilder:
             key_rows=key_rows,
             removed_rows=removed,
             successors=successors,
-            owning=np.concatenate([owning, np.arange(old.num_rows, self.num_rows)]),
+            owning=owning,
             record_rows=rows,
             record_places=places,
             num_records=len(old.log.records),
