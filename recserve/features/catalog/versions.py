@@ -272,11 +272,13 @@ class CatalogVersion:
         return bool(self.are_removed(np.array(row)))
 
     def has_lost_id(self, row: int) -> bool:
-        """Whether a row must not be recommended and its semantic id belongs to another row now."""
+        """Whether a row must not be recommended and has no semantic id of its own now."""
         if not self.is_removed(row):
             return False
-        name = np.ascontiguousarray(self.codes[row], np.uint16).tobytes()
-        return self.owners.get(name) not in (-1, row)
+        owner = self.owners.get(np.ascontiguousarray(self.codes[row], np.uint16).tobytes())
+        if not self.epoch:
+            return owner not in (-1, row)
+        return row >= len(self.base) or bool(np.isin(owner, self.owning))
 
     def present_rows(self, first_rows: np.ndarray) -> np.ndarray:
         """Returns the rows that items have now, in the order of their first rows.
@@ -521,7 +523,8 @@ class VersionBuilder:
         Args:
             version: The version to change.
             shared: Whether several servers have the version. Then scores must not depend on the
-                changes that have made it: a row that has a successor owns no semantic id.
+                changes that have made it: a later row that is hidden or has a successor owns no
+                semantic id.
         """
         self.old, self.shared = version, shared
         self.num_rows = version.num_rows
@@ -542,8 +545,6 @@ class VersionBuilder:
         item_id = change.record.item_id
         if change.vector is not None and change.codes is not None:
             row = self._new_row(item_id, row, change.vector, change.codes)
-        elif self.old.has_lost_id(row):  # on this server only, to an item that has left it since
-            row = self._new_row(item_id, row, self.old.vectors[row], self.old.codes[row])
         elif self.old.is_removed(row):
             self.returned.append(row)
         self.visible[item_id] = row
@@ -559,6 +560,8 @@ class VersionBuilder:
         self.visible[item_id] = -1
         if row >= 0:
             self.removed[row] = -1
+        if self.shared and row >= len(self.old.base):
+            self.disowned.append(row)
 
     def _new_row(self, item_id: str, old: int, vector: np.ndarray, codes: np.ndarray) -> int:
         """Adds a tail row for an item and retires its old row."""
