@@ -74,6 +74,8 @@ class ServerConfig(BaseSettings):
             `rating<2.5`: events of a type with a lower value.
         popular_half_life_s: Time after which an event counts half in the list `popular`, which also
             answers users without a history and fills slates.
+        shown_from_answers: True counts each item of an answer to a user as shown. Then clients send
+            no `shown_ids`. By default only what clients say counts.
         journal: Folder for changes of items. By default a folder next to the bundle.
         catalog_log: Where changes of items are stored: `file`, the journal of one process; `redis`,
             the Redis of `store`; or the URL of a Redis. Servers with one log in Redis have one
@@ -171,6 +173,7 @@ class ServerConfig(BaseSettings):
     read_types: Annotated[tuple[str, ...], NoDecode] = ()
     negative_types: Annotated[tuple[str, ...], NoDecode] = ()
     popular_half_life_s: float = Field(7 * 86_400, gt=0, allow_inf_nan=False)
+    shown_from_answers: bool = False
     journal: Path | None = None
     catalog_log: str = "file"
     catalog_name: str = Field("items", pattern=r"^[A-Za-z0-9._:-]{1,64}$")

@@ -2,7 +2,8 @@
 
 The generator reads and writes no files, so any runner that maps tables can call it, local or
 distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy`,
-`exclude_seen`, `filter` and `diversity` are optional, and so is each of their values.
+`exclude_seen`, `filter`, `diversity`, `exclude_shown` and `discount_shown` are optional, and so is
+each of their values.
 
 A job with `fields` writes one more column, `fields`: a struct of columns of the catalogue.
 """
@@ -75,6 +76,8 @@ COLUMNS: dict[str, tuple[Accepts, str]] = {
     "exclude_seen": (optional(pa.types.is_boolean), "bool"),
     "filter": (optional(is_any_text), "string"),
     "diversity": (optional(is_any_text), "string"),
+    "exclude_shown": (optional(is_any_text), "string"),
+    "discount_shown": (optional(is_any_text), "string"),
 }
 
 Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | Exception]]
@@ -246,6 +249,8 @@ class Generator:
                 "exclude": {"seen": given("exclude_seen", self.defaults.exclude_seen)},
                 "filter": json_text("filter", row.get("filter")),
                 "diversity": json_text("diversity", row.get("diversity")),
+                "exclude_shown": json_text("exclude_shown", row.get("exclude_shown")),
+                "discount_shown": json_text("discount_shown", row.get("discount_shown")),
                 "fields": list(self.defaults.fields),
             },
             RecommendRequest,
@@ -255,7 +260,7 @@ class Generator:
 def _require_history(result: RecommendResponse | Exception) -> RecommendResponse | Exception:
     """Turns a slate that was computed without the user's history into an error."""
     if isinstance(result, RecommendResponse):
-        if "history_unavailable" in result.degraded:
+        if {"history_unavailable", "shown_unavailable"} & {*result.degraded}:
             return StoreUnavailable("the history store does not answer")
         if "history_damaged" in result.degraded:
             return ValueError("the stored history is damaged")

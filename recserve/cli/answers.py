@@ -51,6 +51,14 @@ def recommend(
     diversity: Annotated[
         str | None, typer.Option(help="Most items per group, as JSON: '{\"category\": 2}'.")
     ] = None,
+    exclude_shown: Annotated[
+        str | None,
+        typer.Option(help='Leave out what was shown, as JSON: \'{"within": "6h", "times": 3}\'.'),
+    ] = None,
+    discount_shown: Annotated[
+        str | None,
+        typer.Option(help='Lower what was shown, as JSON: \'{"within": "6h", "by": 0.5}\'.'),
+    ] = None,
     seen: Annotated[
         bool, typer.Option("--seen/--unseen", help="Allow items of the history, or not.")
     ] = False,
@@ -76,6 +84,8 @@ def recommend(
         filter=filter and json_value(filter, "--filter"),
         diversity=diversity and json_value(diversity, "--diversity"),
         outcome=outcome and json_value(outcome, "--outcome"),
+        exclude_shown=exclude_shown and json_value(exclude_shown, "--exclude-shown"),
+        discount_shown=discount_shown and json_value(discount_shown, "--discount-shown"),
         exclude={"seen": not seen},
         fields=ids(fields),
         explain=explain,

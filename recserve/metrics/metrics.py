@@ -28,7 +28,8 @@ DEGRADED = (
     *("cold_start", "hurried", "history_unavailable", "history_damaged", "fewer_than_k"),
     *("unknown_history_items", "unknown_excluded_items", "unknown_filter_values", "no_model_items"),
     *("seen_within_s_ignored", "duplicate_candidates", "shown_at_ignored", "features_ignored"),
-    *("at_least_unmet", "no_recommender", "deadline_passed"),
+    *("at_least_unmet", "no_recommender", "deadline_passed", "shown_unavailable"),
+    "unknown_shown_items",
 )
 # Tokens at this draft position or deeper count at the last one, POSITIONS - 1.
 POSITIONS = 32

@@ -56,6 +56,8 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         beam_width: Beam width of `recommend`.
         exclude_seen: False allows items of the history in a slate.
         diversity: Caps and quotas of `recommend`, as JSON text.
+        exclude_shown: Leaves out of `recommend` what a user was shown, as JSON text.
+        discount_shown: Lowers in `recommend` what a user was shown, as JSON text.
         on_deadline: What answers a `recommend` whose deadline passes: `error`, `popular`, `latest`.
         scorer: Scorer of `rank`.
         timeout_ms: Deadline of the whole request.
@@ -70,6 +72,8 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     beam_width: int | None = None
     exclude_seen: bool = True
     diversity: JsonText | None = None
+    exclude_shown: JsonText | None = None
+    discount_shown: JsonText | None = None
     on_deadline: OnDeadline = "error"
     scorer: Name | None = None
     timeout_ms: TimeoutMs | None = None

@@ -34,6 +34,8 @@ MAX_OUTCOMES = 64
 MAX_WINDOW_S = 10 * 365 * 86_400
 MAX_FIELDS = 32
 MAX_SIMILAR = 64
+MAX_SHOWN = 1000
+MAX_TIMES = 1000
 MAX_CAPS = 8
 MAX_QUOTAS = 8
 # Values of fields in one answer: items times fields.
@@ -66,6 +68,13 @@ TimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TIMEOUT_MS)]
 Cap = Annotated[int, Meta(ge=1, le=MAX_K)]
 Level = Annotated[int, Meta(ge=0, le=63)]
 OnDeadline = Literal["error", "popular", "latest"]
+# A length of time. The digits bound each unit, to 11 to 31 years.
+WINDOW = Meta(
+    pattern=r"^([1-9][0-9]{0,8}s|[1-9][0-9]{0,6}m|[1-9][0-9]{0,4}h|[1-9][0-9]{0,3}d)\Z",
+    description="a whole number of s, m, h or d, such as 90s, 30m, 6h or 7d, up to 9999d",
+)
+WINDOW_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+Window = Annotated[str, WINDOW]
 CategoryLevel = Annotated[int, Meta(ge=0, le=15)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 # Columns of the catalogue that an answer shows for each item.
@@ -141,6 +150,44 @@ class Exclusions(StrictStruct, frozen=True, kw_only=True):
     seen_within_s: Annotated[float, Meta(gt=0, le=MAX_WINDOW_S)] | None = None
 
 
+class ShownLimit(StrictStruct, frozen=True, kw_only=True):
+    """Leaves out items that the user was shown, without a positive event of them since.
+
+    Attributes:
+        within: Count what was shown in this time, such as `6h`. None counts all that is recorded.
+        times: Leave out items that were shown at least so often.
+    """
+
+    within: Window | None = None
+    times: Annotated[int, Meta(ge=1, le=MAX_TIMES)] = 1
+
+    @property
+    def window_s(self) -> int | None:
+        """`within` in seconds."""
+        return _window_s(self.within)
+
+
+class ShownDiscount(StrictStruct, frozen=True, kw_only=True):
+    """Lowers items that the user was shown, without a positive event of them since.
+
+    Attributes:
+        within: As in ShownLimit.
+        by: By how much each showing lowers the score.
+    """
+
+    by: Annotated[float, Meta(gt=0, le=1000)]
+    within: Window | None = None
+
+    @property
+    def window_s(self) -> int | None:
+        """`within` in seconds."""
+        return _window_s(self.within)
+
+
+def _window_s(within: str | None) -> int | None:
+    return None if within is None else int(within[:-1]) * WINDOW_S[within[-1]]
+
+
 class Quota(StrictStruct, frozen=True, kw_only=True):
     """Least number of items of one kind in a slate. `new_within_s`, `filter` or both are required.
 
@@ -212,6 +259,11 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
             list `popular` or `latest`.
         fields: Columns that the response has for each item: `title`, `categories`,
             `available_from`, `expires_at` and other columns of the items file.
+        exclude_shown: Leaves out what the user was shown without a click. Like the next two, it
+            needs `user`. With it or `discount_shown`, `exclude.seen` reads positive events only.
+        discount_shown: Lowers the scores of what the user was shown without a click.
+        shown_ids: Items that the client has shown to the user since its last request. They are
+            recorded, and count for this request.
         min_catalog_version: Version of the catalogue that the answer must contain, such as that of
             the answer to a change. A server behind waits for it until the deadline.
     """
@@ -228,6 +280,9 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     diversity: Diversity | None = None
     on_deadline: OnDeadline = "error"
     fields: FieldNames = []
+    exclude_shown: ShownLimit | None = None
+    discount_shown: ShownDiscount | None = None
+    shown_ids: Annotated[list[Id], Meta(max_length=MAX_SHOWN)] = []
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False

@@ -111,6 +111,7 @@ class ServiceLoader:
             event_kinds=config.event_kinds,
             effects=self.effects,
             popular_half_life_s=config.popular_half_life_s,
+            shown_from_answers=config.shown_from_answers,
             catalog_log=CatalogLogOptions(
                 config.catalog_log,
                 config.catalog_name,

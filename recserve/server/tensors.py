@@ -72,6 +72,8 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
         "exclude": {"seen": given.exclude_seen},
         "fields": _requested_fields(body),
         "diversity": json_text("parameters.diversity", given.diversity),
+        "exclude_shown": json_text("parameters.exclude_shown", given.exclude_shown),
+        "discount_shown": json_text("parameters.discount_shown", given.discount_shown),
         "on_deadline": given.on_deadline,
     }
     if given.strategy is not None:

@@ -250,8 +250,20 @@ def is_large(body: object) -> bool:
 
 
 def reads_store(body: object) -> bool:
-    """Returns whether a request needs the stored history of a user."""
-    return any([one.user is not None and one.history is None for one in _requests(body)])
+    """Returns whether a request needs what is stored of a user: the history, or what was shown."""
+    return any(
+        [
+            one.user is not None
+            and (
+                one.history is None
+                or (
+                    isinstance(one, RecommendRequest)
+                    and (one.exclude_shown is not None or one.discount_shown is not None)
+                )
+            )
+            for one in _requests(body)
+        ]
+    )
 
 
 def _requests(body: object) -> Sequence[RecommendRequest | RankRequest]:

@@ -62,6 +62,7 @@ from recserve.service.history import (
 )
 from recserve.service.live_catalog import LiveCatalog
 from recserve.service.prewarm import Prewarm
+from recserve.service.shown import ShownItems
 from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Histories:
         engine: Engine of the models, whose prefix caches hold histories.
         catalog: The live catalogue, which maps items to rows.
         prewarm: Precomputes and drops the prefixes of users.
+        shown: Records of what users were shown.
         default_value: Value of an event that does not have one.
         owns_store: True if `close` closes the store; False while another service owns it.
         successor: Engine of the service that replaces this one; it shares the store. Requests that
@@ -93,11 +95,13 @@ class Histories:
         engine: Engine,
         catalog: LiveCatalog,
         prewarm: Prewarm,
+        shown: ShownItems,
         default_value: float = 1.0,
         owns_store: bool = True,
     ) -> None:
         self.store, self.types = store, types
         self.engine, self.catalog, self.prewarm = engine, catalog, prewarm
+        self.shown = shown
         self.default_value = default_value
         self.owns_store = owns_store
         self.successor: Engine | None = None
@@ -225,6 +229,8 @@ class Histories:
     def delete(self, user_id: str) -> None:
         """Removes a user from the store, damaged or not, and from the caches.
 
+        What the user was shown is removed too.
+
         Raises:
             InvalidRequest: If the id is empty or too long, or if no store can hold it.
             StoreUnavailable: If the store does not answer.
@@ -236,6 +242,7 @@ class Histories:
             every, history = known_events(stored, items), wanted_events(stored, items, self.types)
         except CorruptHistory:
             every = history = EMPTY_HISTORY
+        self.shown.delete(user_id)
         self.store.delete(user_id)
         # An item that was hidden was in earlier prefixes, which the present one does not begin.
         if history.rows.size < every.rows.size or self.catalog.has_changed_rows(every):
@@ -305,6 +312,7 @@ class Histories:
     def close(self) -> None:
         """Closes the store, unless another service owns it."""
         if self.owns_store:
+            self.shown.close()
             self.store.close()
 
     @property

@@ -59,6 +59,11 @@ class History:
         return np.concatenate([self.times, self.read_times]) if self.read_rows.size else self.times
 
     @property
+    def without_read(self) -> History:
+        """The history without `read` events."""
+        return replace(self, read_rows=NOTHING, read_times=NOTHING)
+
+    @property
     def dated(self) -> np.ndarray:
         """[n + r] bool: True for events with a timestamp, False for those with a position only."""
         return self.seen_times >= MIN_TIME_US

@@ -58,6 +58,7 @@ class ServiceOptions:
         effects: What slates, events and deletions change beside their answers.
         popular_half_life_s: Time in seconds after which an event counts half in the list `popular`.
         catalog_log: Where changes of items are stored.
+        shown_from_answers: Whether each answer to a user counts as shown.
     """
 
     engine: EngineConfig = EngineConfig()
@@ -74,6 +75,7 @@ class ServiceOptions:
     effects: Effects = Effects()
     popular_half_life_s: float = HALF_LIFE_S
     catalog_log: CatalogLogOptions = CatalogLogOptions()
+    shown_from_answers: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.popular_half_life_s < float("inf"):

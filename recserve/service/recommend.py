@@ -17,8 +17,10 @@ from recserve.core.diversity import Minimum, first_k, meet_minimums, still_open
 from recserve.core.request import Slate, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.features.catalog.filters import FilterError
+from recserve.features.history.history import CorruptHistory, StoreUnavailable
 from recserve.schemas.explanation import Explanation
 from recserve.schemas.items import (
+    MAX_K,
     Diversity,
     InvalidRequest,
     LoggedItem,
@@ -27,6 +29,7 @@ from recserve.schemas.items import (
     RecommendedItem,
     RecommendRequest,
     RecommendResponse,
+    UnsupportedField,
     not_offered,
 )
 from recserve.search.strategy import strategy_classes
@@ -54,6 +57,7 @@ from recserve.service.pending import (
     submit_prepared,
 )
 from recserve.service.prefixes import RecommenderPrefixBuilder
+from recserve.service.shown import Showings, showing_key
 from recserve.service.similar import (
     BOTH,
     BY_LINKS,
@@ -166,15 +170,19 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if body.on_deadline == "error":
             return None
         unread = body.user is not None and body.history is None
+        unknown = body.exclude_shown is not None or body.discount_shown is not None
         listed = structs.replace(
             body,
             strategy=body.on_deadline,
             dense_weight=None,
             outcome=None,
             history=[] if unread else body.history,
+            exclude_shown=None,
+            discount_shown=None,
         )
         pending = self.begin(listed, request_id)
-        reasons = [*["history_unavailable"] * unread, DEADLINE_PASSED]
+        reasons = [*["history_unavailable"] * unread, *["shown_unavailable"] * unknown]
+        reasons.append(DEADLINE_PASSED)
 
         def finish(results: list[Slate]) -> RecommendResponse:
             answer = pending.finish(results)
@@ -198,9 +206,16 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             history = EMPTY_HISTORY
         else:
             history = self._histories.read(body.user, body.history, snapshot)
-        builder = SlateBuilder(call, history, plan, allowed, hints, self._catalog.clock)
+        showings = None
+        if body.exclude_shown is not None or body.discount_shown is not None or body.shown_ids:
+            showings, reasons = self._read_showings(call, history)
+            history = replace(history, degraded=(*history.degraded, *reasons))
+        clock = self._catalog.clock
+        builder = SlateBuilder(call, history, plan, allowed, hints, clock, showings)
 
         def finish(results: list[Slate]) -> RecommendResponse:
+            if results and builder.lowered is not None:
+                results = builder.join_lowered(results)
             slate, strategy = (results[0], plan.strategy) if results else (None, builder.list_name)
             if slate is not None:
                 self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
@@ -246,6 +261,13 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         for quota in builder.quotas:  # their items are searched beside the slate
             quota.items.leaves(snapshot.trie)  # computed here, off the engine's thread
             queries.append(replace(query, k=quota.count, allowed=quota.items, explain=False))
+        if (lowered := builder.lowered) is not None:  # so are lowered items
+            both = np.concatenate([builder.excluded, lowered.rows])
+            queries[0] = replace(query, excluded=both)
+            mask = np.zeros(snapshot.num_items, dtype=bool)
+            mask[lowered.rows] = True
+            own = replace(query, k=lowered.rows.size, allowed=AllowedItems.of(mask), caps=())
+            queries.append(replace(own, explain=False))
         call.watch.features_done()
         return Prepared(queries, finish, late)
 
@@ -253,6 +275,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         """Returns the items that are most similar to the history, then those of each quota."""
         snapshot = builder.snapshot
         scores = self._similarity.scores(strategy, builder.history.rows, snapshot.items)
+        if (lowered := builder.lowered) is not None:
+            scores[lowered.rows] -= lowered.amounts
         allowed = np.ones(snapshot.num_items, dtype=bool)
         if builder.allowed is not None:
             allowed = builder.allowed.mask()
@@ -263,6 +287,46 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             among = allowed & quota.items.mask()
             slates.append(best_items(scores, among, builder.caps, quota.count))
         return slates
+
+    def _read_showings(
+        self, call: ItemCall[RecommendRequest], history: History
+    ) -> tuple[Showings | None, list[str]]:
+        """Returns what the user was shown, and why that is not all.
+
+        Raises:
+            InvalidRequest: If the request names no user, or says what the server counts itself.
+        """
+        body, items, shown = call.body, call.snapshot.items, self._histories.shown
+        limits = {"exclude_shown": body.exclude_shown, "discount_shown": body.discount_shown}
+        given = [name for name, limit in limits.items() if limit is not None]
+        if body.user is None:
+            raise MissingField("user", f"is required with {(*given, 'shown_ids')[0]}")
+        if body.shown_ids and shown.from_answers:
+            raise UnsupportedField(
+                "shown_ids", "this server counts its own answers (shown_from_answers); expected []"
+            )
+        rows = np.array(call.snapshot.rows_of(body.shown_ids), np.int64)
+        reasons = ["unknown_shown_items"] if (rows < 0).any() else []
+        if not given:
+            return None, reasons
+        try:
+            record = shown.read(body.user.id)
+        except StoreUnavailable as error:
+            log.warning("the history store failed: %s", error)
+            return None, [*reasons, "shown_unavailable"]
+        except CorruptHistory as error:
+            log.error("the record of what a user was shown is damaged: %s", error)
+            return None, [*reasons, "shown_unavailable"]
+        showings = Showings.of(record, history, items)
+        if body.shown_ids:
+            keys = [showing_key(call.request_id or "", item_id) for item_id in body.shown_ids]
+            new = (rows >= 0) & ~np.isin(np.array(keys, np.uint64), record["event_key"])
+            rows = np.unique(rows[new])
+            now = np.full(rows.size, shown.clock(), np.int64)
+            showings = Showings(
+                np.concatenate([showings.rows, rows]), np.concatenate([showings.times, now])
+            )
+        return showings, reasons
 
     def _respond_late(self, builder: SlateBuilder, plan: SlatePlan) -> RecommendResponse:
         """Returns the list that `on_deadline` names, for a search that has missed the deadline."""
@@ -469,6 +533,25 @@ class SlatePlan:
     untrained: bool = False
 
 
+@dataclass(frozen=True)
+class LoweredItems:
+    """Items whose scores are lowered.
+
+    Attributes:
+        rows: [n] int64 ascending item rows, which the slate may have.
+        amounts: [n] float32 by how much.
+    """
+
+    rows: np.ndarray
+    amounts: np.ndarray
+
+    def lower(self, slate: Slate) -> Slate:
+        """Returns a slate with lowered scores, in the same order."""
+        at = np.minimum(np.searchsorted(self.rows, slate.rows), self.rows.size - 1)
+        amounts = np.where(self.rows[at] == slate.rows, self.amounts[at], np.float32(0))
+        return replace(slate, scores=slate.scores - amounts)
+
+
 class SlateBuilder:
     """Says what may be in the slate of one request, and fills and formats it.
 
@@ -482,6 +565,7 @@ class SlateBuilder:
         list_name: List that fills the slate, one of LISTS.
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
+        lowered: Items whose scores are lowered; None for none.
         quotas: Least numbers of items of some kinds, with these items as far as they are allowed.
         degraded: Reasons why the slate is less than requested.
     """
@@ -494,6 +578,7 @@ class SlateBuilder:
         allowed: AllowedItems | None,
         filter_hints: list[str],
         clock: Callable[[], int],
+        showings: Showings | None = None,
     ) -> None:
         """Finds the rows to exclude and the caps. Raises InvalidRequest.
 
@@ -504,6 +589,7 @@ class SlateBuilder:
             allowed: Items that satisfy the filter; None without a filter.
             filter_hints: Texts about values of the filter that no item has.
             clock: Returns the present time in microseconds since 1970.
+            showings: What the user was shown; None if it does not count.
         """
         self.call, self.body, self.snapshot = call, call.body, call.snapshot
         self.history = history
@@ -524,6 +610,9 @@ class SlateBuilder:
         unwanted = (self._find_excluded(), self._find_seen(), history.hidden)
         self.excluded = np.concatenate(unwanted)
         self.caps = self.snapshot.caps(call.body.diversity)
+        self.lowered: LoweredItems | None = None
+        if showings is not None:
+            self._apply_showings(showings, clock())
 
     def _find_excluded(self) -> np.ndarray:
         """Returns the rows of the excluded ids that the catalogue has."""
@@ -536,6 +625,8 @@ class SlateBuilder:
     def _find_seen(self) -> np.ndarray:
         """Returns the rows of the history to exclude. Raises InvalidRequest."""
         exclude, history = self.body.exclude, self.history
+        if self.body.exclude_shown is not None or self.body.discount_shown is not None:
+            history = history.without_read  # their showings are judged by these
         if exclude.seen_within_s is None:
             return history.seen_rows if exclude.seen else history.rows[:0]
         if not exclude.seen:
@@ -543,6 +634,49 @@ class SlateBuilder:
         if not history.dated.all():
             self.degraded.append("seen_within_s_ignored")
         return history.rows_within(exclude.seen_within_s)
+
+    def _apply_showings(self, showings: Showings, now_us: int) -> None:
+        """Excludes and lowers items that were shown without a click."""
+        limit, discount = self.body.exclude_shown, self.body.discount_shown
+        if limit is not None:
+            rows, counts = showings.counts(_since_us(limit.window_s, now_us))
+            self.excluded = np.concatenate([self.excluded, rows[counts >= limit.times]])
+        if discount is not None:
+            rows, counts = showings.counts(_since_us(discount.window_s, now_us))
+            legal = self.legal(rows)
+            rows, counts = rows[legal], counts[legal]
+            if rows.size > MAX_K:  # a search finds no more; those that were shown most are left out
+                order = np.argsort(counts, kind="stable")
+                self.excluded = np.concatenate([self.excluded, rows[order[MAX_K:]]])
+                kept = np.sort(order[:MAX_K])
+                rows, counts = rows[kept], counts[kept]
+            if rows.size:
+                self.lowered = LoweredItems(rows, (discount.by * counts).astype(np.float32))
+
+    def join_lowered(self, results: Sequence[Slate]) -> list[Slate]:
+        """Joins the slate of the other items, the first, with that of the lowered ones, the last.
+
+        Caps are applied again. With them, several groups of an item may let in items that neither
+        search returned, so the slate is not called exact.
+        """
+        assert self.lowered is not None
+        first, *quotas, last = [self.lowered.lower(result) for result in results]
+        rows = np.concatenate([first.rows, last.rows])
+        scores = np.concatenate([first.scores, last.scores])
+        order = np.lexsort((rows, -scores))
+        order = order[first_k(rows[order], self.caps, self.body.k)]
+        log_probs = None
+        if first.log_probs is not None and last.log_probs is not None:
+            log_probs = np.concatenate([first.log_probs, last.log_probs])[order]
+        joined = replace(
+            first,
+            rows=rows[order],
+            scores=scores[order],
+            exact=first.exact and last.exact and not self.caps,
+            rounds=first.rounds + last.rounds,
+            log_probs=log_probs,
+        )
+        return [joined, *quotas]
 
     def _read_quotas(self, diversity: Diversity, clock: Callable[[], int]) -> list[Minimum]:
         """Returns the quotas with their items. Raises InvalidRequest."""
@@ -627,28 +761,44 @@ class SlateBuilder:
             legal &= self.allowed.at(rows)
         return np.asarray(legal)
 
-    def fill(self, count: int, rows: np.ndarray, among: AllowedItems | None = None) -> np.ndarray:
+    def fill(
+        self,
+        count: int,
+        rows: np.ndarray,
+        among: AllowedItems | None = None,
+        lowered: bool = False,
+    ) -> np.ndarray:
         """Returns rows of a list for the positions that the model left empty.
+
+        A list has no scores, so lowered items come after all others.
 
         Args:
             count: Number of empty positions.
             rows: [n] rows that are already in the slate; they count towards the caps.
             among: Allowed items to choose from; None chooses from all of them.
+            lowered: Whether lowered items are chosen like others.
 
         Returns:
             Up to `count` rows; fewer if the filter or the caps allow no more.
         """
         slate, wanted = rows, rows.size + count
         allowed = self.allowed if among is None else among
+        excluded = self.excluded
+        if self.lowered is not None and not lowered:
+            excluded = np.concatenate([excluded, self.lowered.rows])
         while True:
-            num_missing, taken = wanted - slate.size, np.concatenate([self.excluded, slate])
+            num_missing, taken = wanted - slate.size, np.concatenate([excluded, slate])
             more = self.snapshot.list_allowed(self.list_name, num_missing, taken, allowed)
             both = np.concatenate([slate, more])
             slate = both[first_k(both, self.caps, wanted)]
             if slate.size == wanted or more.size < num_missing:
-                return np.asarray(slate[rows.size :])
+                break
             left = still_open(slate, self.caps, allowed, self.snapshot.num_items)
             allowed = AllowedItems.of(left)
+        if self.lowered is not None and not lowered and slate.size < wanted:
+            more = self.fill(wanted - slate.size, slate, among, lowered=True)
+            slate = np.concatenate([slate, more])
+        return np.asarray(slate[rows.size :])
 
     def items(
         self, rows: np.ndarray, scores: np.ndarray, filled: np.ndarray
@@ -702,6 +852,11 @@ def _with_log_probs(
         LoggedItem(**structs.asdict(item), log_prob=None if item.score is None else known.get(row))
         for item, row in zip(items, rows.tolist(), strict=True)
     ]
+
+
+def _since_us(window_s: int | None, now_us: int) -> int:
+    """Returns the time at which a window begins; None begins before all times."""
+    return 0 if window_s is None else now_us - window_s * 1_000_000
 
 
 def _outcome_strategy() -> str:

@@ -78,6 +78,7 @@ from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuil
 from recserve.service.prewarm import Prewarm
 from recserve.service.rank import ItemScorer, LikelihoodScorer, RankerScorer, RankService
 from recserve.service.recommend import RecommendService
+from recserve.service.shown import ShownItems
 from recserve.service.similar import ItemSimilarity
 from recserve.service.snapshot import POPULAR, Snapshot
 from recserve.service.text.completions import TextService
@@ -136,6 +137,7 @@ class Service:
         self._bundle, self._networks = bundle, networks or EngineModels()
         self._catalog, self._histories, self._signer = catalog, histories, signer
         self._recommender, self._ranker = recommender, ranker
+        self._shown_from_answers = histories is not None and histories.shown.from_answers
         self.set_effects(effects)
         self._text: TextService | None = None
         if text is not None:
@@ -211,6 +213,11 @@ class Service:
                 engine,
                 catalog,
                 Prewarm(engine, item_prefixes, ranker_prefixes),
+                (
+                    ShownItems(history_store, options.shown_from_answers)
+                    if replaced is None
+                    else replaced.histories.shown
+                ),
                 default_value=(
                     tables.settings.mean_value if tables and tables.settings.has_values else 1.0
                 ),
@@ -404,7 +411,11 @@ class Service:
     def show(
         self, body: RecommendRequest, answer: RecommendResponse, tracked: bool = True
     ) -> RecommendResponse:
-        """Returns the slate that a user sees; see `Effects.show`."""
+        """Returns the slate that a user sees; see `Effects.show`. It records what was shown."""
+        if (body.shown_ids or self._shown_from_answers) and tracked and body.user is not None:
+            assert self._histories is not None
+            items = body.shown_ids or [item.item_id for item in answer.items]
+            self._histories.shown.add(body.user.id, items, answer.request_id)
         return self.effects.show(body.user, answer, self.signer, tracked)
 
     def store_events(

@@ -100,6 +100,8 @@ def check_item_request(body: items.RecommendRequest | items.RankRequest) -> None
     if body.user is None and body.history is None:
         raise items.MissingField("user", "is required without a history")
     if isinstance(body, items.RecommendRequest):
+        if (body.exclude_shown or body.discount_shown or body.shown_ids) and body.user is None:
+            raise items.MissingField("user", "is required with what was shown")
         if body.filter is not None:
             check_filter(body.filter)
         for quota in [] if body.diversity is None else body.diversity.quotas:

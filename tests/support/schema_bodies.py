@@ -7,7 +7,19 @@ import re
 from typing import Any
 
 Schema = dict[str, Any]
-WORDS = ("a", "b c", "7", "true", "0", "é", "greedy", "sample", "2026-11-20T10:00:00Z", "user_id")
+WORDS = (
+    "a",
+    "b c",
+    "7",
+    "true",
+    "0",
+    "é",
+    "greedy",
+    "sample",
+    "2026-11-20T10:00:00Z",
+    "user_id",
+    "6h",
+)
 NUMBERS = (0, 1, 2, 3, 9, 10, 16, 50, -1, 0.5, 1.0, 1e-9, 2**31)
 ANY = (None, False, True, 0, 1, -1, 1.0, 0.0, "", "x", "none", [], {}, ["text"], {"type": "text"})
 

@@ -100,6 +100,7 @@ const NOTES = {
   unknown_filter_values: "No item has one of the values of the filter.",
   unknown_excluded_items: "Some excluded ids are not in the catalogue.",
   seen_within_s_ignored: "Some events have no timestamp, so all seen items are left out.",
+  shown_unavailable: "What the user was shown could not be read; nothing is left out for it.",
   history_unavailable: "The history store does not answer; the history counts as empty.",
 };
 
