@@ -84,7 +84,7 @@ RULES: dict[str, Sequence[Schema]] = {
         lacks("user", "history"),
         both(has(exclude_shown=GIVEN), lacks("user")),
         both(has(discount_shown=GIVEN), lacks("user")),
-        both(has(shown_ids={"type": "array", "minItems": 1}), lacks("user")),
+        both(has(shown_ids={"type": "array", "items": {}, "minItems": 1}), lacks("user")),
         both(has(beam_width={"type": "number", "maximum": 9}), unless(has(k={}))),
     ),
     "RankRequest": (lacks("user", "history"),),
