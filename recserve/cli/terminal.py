@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -64,12 +65,16 @@ def slate_table(answer: RecommendResponse, title: Title) -> Table:
     table.add_column("item", no_wrap=True)
     table.add_column("title", ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column("score", justify="right")
+    explained = any(item.parts is not UNSET for item in answer.items)
+    if explained:
+        table.add_column("likely", justify="right")
     table.add_column("source")
     _add_fields(table, answer)
     for item in answer.items:
         score = "" if item.score is None else f"{item.score:.3f}"
+        likely = [] if not explained else [_likelihood(item)]
         named, shown = _item_cells(item.item_id, title), _field_texts(item)
-        table.add_row(str(item.rank), *named, score, item.source, *shown)
+        table.add_row(str(item.rank), *named, score, *likely, item.source, *shown)
     return table
 
 
@@ -94,6 +99,11 @@ def ranking_table(answer: RankResponse, title: Title, limit: int | None = None) 
         named, shown = _item_cells(item.item_id, title), _field_texts(item)
         table.add_row(str(item.rank), *named, *scores, *shown)
     return table
+
+
+def _likelihood(item: RecommendedItem) -> str:
+    """Returns how likely the model finds an item, in percent with two digits."""
+    return "" if item.parts is UNSET else f"{100 * math.exp(item.parts.log_prob):.2g} %"
 
 
 def _add_fields(table: Table, answer: RecommendResponse | RankResponse) -> None:

@@ -440,6 +440,23 @@ class Envelope(Struct, frozen=True, kw_only=True):
     timing_ms: TimingMs
 
 
+class ScoreParts(Struct, frozen=True, kw_only=True, gc=False):
+    """The parts of an item's score, which is their sum.
+
+    Attributes:
+        log_prob: Log-probability of the semantic id under the model. Its exponential is how likely
+            the model finds it that this item is the user's next one.
+        dense: Log-probability under the dense head, times its weight.
+        bonus: The history bonus, times the weight of the dense head.
+        shown: What `discount_shown` takes away; 0 or less.
+    """
+
+    log_prob: float
+    dense: float
+    bonus: float
+    shown: float
+
+
 class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     """One item of a slate.
 
@@ -449,6 +466,8 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
             cosine. None if `source` is not `model`.
         team: Arm that chose the item, in an interleaved slate only.
         fields: Values of the requested fields; null where the item has none.
+        parts: Parts of the score, with `explain`; only of strategies that score semantic ids
+            with the model: `beam` and `speculative`.
     """
 
     item_id: str
@@ -456,6 +475,7 @@ class RecommendedItem(Struct, frozen=True, kw_only=True, gc=False):
     rank: int
     source: str
     semantic_id: list[int] | UnsetType = UNSET
+    parts: ScoreParts | UnsetType = UNSET
     team: str | UnsetType = UNSET
     fields: dict[str, Any] | UnsetType = UNSET
 

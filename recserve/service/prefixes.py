@@ -43,12 +43,14 @@ class RecommenderPrefixBuilder:
         template: Makes the tokens.
         device: Device of the tokens.
         block: Number of events by which the window slides.
+        bonus: What the dense head's scores get for a history; None for nothing.
     """
 
     def __init__(self, model: SemanticIdModel, device: torch.device) -> None:
         self.config, self.template = model.config, model.template
         self.device = device
         self.block = self.template.block
+        self.bonus = None if model.items is None else model.items.history_bonus
 
     def count_used(self, num_events: int) -> int:
         """Returns how many of a history's events are in the prefix."""

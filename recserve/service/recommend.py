@@ -29,6 +29,7 @@ from recserve.schemas.items import (
     RecommendedItem,
     RecommendRequest,
     RecommendResponse,
+    ScoreParts,
     UnsupportedField,
     not_offered,
 )
@@ -254,10 +255,12 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             allowed=builder.allowed,
             caps=builder.caps,
             explain=body.explain,
-            log_probs=self.log_probs,
+            log_probs=self.log_probs or body.explain,
             deadline_s=deadline_s,
         )
         queries = [query]
+        if body.explain:
+            builder.prefix_keys = query.prefix.keys
         for quota in builder.quotas:  # their items are searched beside the slate
             quota.items.leaves(snapshot.trie)  # computed here, off the engine's thread
             queries.append(replace(query, k=quota.count, allowed=quota.items, explain=False))
@@ -477,6 +480,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if slate is not None and filled.size and not rows.size:
             degraded = [*degraded, "no_model_items"]
         items = builder.items(rows, scores, filled)
+        if body.explain and builder.prefix_keys is not None:
+            items = self._with_parts(builder, items, rows, results, plan.dense_weight)
         if self.log_probs:
             items = _with_log_probs(items, np.concatenate([rows, filled]), results)
         return RecommendResponse(
@@ -506,6 +511,44 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if slate is not None and self.prefixes is not None:
             used = self.prefixes.count_used(int(builder.history.rows.size))
         return explanation(builder.snapshot.trie, slate, rows, builder.history.num_events, used)
+
+    def _with_parts(
+        self,
+        builder: SlateBuilder,
+        items: Sequence[RecommendedItem],
+        rows: np.ndarray,
+        results: Sequence[Slate],
+        weight: float,
+    ) -> list[RecommendedItem]:
+        """Returns the items with the parts of their scores.
+
+        Args:
+            builder: The builder of the slate.
+            items: Items of the slate, those of `rows` first.
+            rows: [n] rows of the items from the model.
+            results: The slate, then a slate of the items of each quota.
+            weight: Weight of the dense head.
+        """
+        assert self.prefixes is not None and builder.prefix_keys is not None
+        log_probs = _log_probs(results)
+        bonuses: dict[int, float] = {}
+        if weight and self.prefixes.bonus is not None:
+            first_item = self.prefixes.template.first_item
+            keys = builder.prefix_keys
+            history = keys[keys >= first_item] - first_item
+            where, values = self.prefixes.bonus.entries([history], builder.snapshot.num_items)
+            bonuses = dict(zip(where.tolist(), (weight * values).tolist(), strict=True))
+        taken = {} if builder.lowered is None else builder.lowered.by_row()
+        found = list(items)
+        for place, row in enumerate(rows.tolist()):
+            score, log_prob = items[place].score, log_probs.get(row)
+            if log_prob is None or score is None:
+                continue
+            bonus, shown = bonuses.get(row, 0.0), -taken.get(row, 0.0)
+            dense = score - log_prob - bonus - shown if weight else 0.0
+            parts = ScoreParts(log_prob=log_prob, dense=dense, bonus=bonus, shown=shown)
+            found[place] = structs.replace(items[place], parts=parts)
+        return found
 
     def _count_illegal(self, count: int) -> None:
         self.illegal_items += count
@@ -545,6 +588,10 @@ class LoweredItems:
     rows: np.ndarray
     amounts: np.ndarray
 
+    def by_row(self) -> dict[int, float]:
+        """Returns the amounts by row."""
+        return dict(zip(self.rows.tolist(), self.amounts.tolist(), strict=True))
+
     def lower(self, slate: Slate) -> Slate:
         """Returns a slate with lowered scores, in the same order."""
         at = np.minimum(np.searchsorted(self.rows, slate.rows), self.rows.size - 1)
@@ -566,6 +613,7 @@ class SlateBuilder:
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
         lowered: Items whose scores are lowered; None for none.
+        prefix_keys: Keys of the prefix, where the scores are explained.
         quotas: Least numbers of items of some kinds, with these items as far as they are allowed.
         degraded: Reasons why the slate is less than requested.
     """
@@ -611,6 +659,7 @@ class SlateBuilder:
         self.excluded = np.concatenate(unwanted)
         self.caps = self.snapshot.caps(call.body.diversity)
         self.lowered: LoweredItems | None = None
+        self.prefix_keys: np.ndarray | None = None
         if showings is not None:
             self._apply_showings(showings, clock())
 
@@ -844,14 +893,20 @@ def _with_log_probs(
     items: Sequence[RecommendedItem], rows: np.ndarray, results: Sequence[Slate]
 ) -> list[RecommendedItem]:
     """Returns the items, of rows [n], with their log-probabilities from the results."""
-    known: dict[int, float] = {}
-    for result in results:
-        if result.log_probs is not None:
-            known |= zip(result.rows.tolist(), result.log_probs.tolist(), strict=True)
+    known = _log_probs(results)
     return [
         LoggedItem(**structs.asdict(item), log_prob=None if item.score is None else known.get(row))
         for item, row in zip(items, rows.tolist(), strict=True)
     ]
+
+
+def _log_probs(results: Sequence[Slate]) -> dict[int, float]:
+    """Returns the log-probabilities of the items of all results, by row."""
+    known: dict[int, float] = {}
+    for result in results:
+        if result.log_probs is not None:
+            known |= zip(result.rows.tolist(), result.log_probs.tolist(), strict=True)
+    return known
 
 
 def _since_us(window_s: int | None, now_us: int) -> int:

@@ -69,6 +69,15 @@ function comparison(item, other) {
   return badge(`#${there.rank} there`, "", "The other slate has this item at another rank");
 }
 
+/** Returns how likely the model finds an item, with the parts of its score as a title; else the score. */
+function scoreText(item) {
+  if (item.score === null) return element("span", { text: "" });
+  if (!item.parts) return element("span", { text: item.score.toFixed(3) });
+  const likely = 100 * Math.exp(item.parts.log_prob);
+  const parts = Object.entries(item.parts).map(([name, value]) => `${name} ${value.toFixed(3)}`).join(" + ");
+  return element("span", { text: `${Number(likely.toPrecision(2))} %`, title: `How likely the model finds this item next.\nscore ${item.score.toFixed(3)} = ${parts}` });
+}
+
 /** Returns a card with one slate. */
 function slateCard(answer, other) {
   const scores = answer.items.filter((item) => item.score !== null).map((item) => item.score);
@@ -84,7 +93,7 @@ function slateCard(answer, other) {
     return element("li", {}, element("span", { class: "rank", text: item.rank }), tile(nameOf(item.item_id)),
       element("div", {}, element("div", { class: "title", text: nameOf(item.item_id), title: nameOf(item.item_id) }),
         element("div", { class: "under" }, element("code", { text: item.item_id }), ` ${categoryOf(item.item_id)}`)),
-      element("div", {}, element("div", { class: "score" }, element("span", { text: item.score === null ? "" : item.score.toFixed(3) }), mark),
+      element("div", {}, element("div", { class: "score" }, scoreText(item), mark),
         meter(item.score === null ? 0 : top === low ? 1 : 0.06 + (0.94 * (item.score - low)) / (top - low))));
   }));
   return element("div", { class: "card" }, element("h2", {}, "Slate ", element("span", { class: "count", text: ms(working(answer.timing_ms)), title: "Prefill, draft and verify" }), element("span", { class: "spacer" }), facts),
