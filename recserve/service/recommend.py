@@ -544,7 +544,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             score, log_prob = items[place].score, log_probs.get(row)
             if log_prob is None or score is None:
                 continue
-            bonus, shown = bonuses.get(row, 0.0), -taken.get(row, 0.0)
+            bonus, shown = bonuses.get(row, 0.0), 0.0 - taken.get(row, 0.0)
             dense = score - log_prob - bonus - shown if weight else 0.0
             parts = ScoreParts(log_prob=log_prob, dense=dense, bonus=bonus, shown=shown)
             found[place] = structs.replace(items[place], parts=parts)
