@@ -68,6 +68,9 @@ def test_recommend(page, users):
     page.until(f"location.hash === '#recommend?user={users[3]}'")
     page.click("#recommend-go")
     page.until(TABS["recommend"])
+    page.until("/%/.test(document.querySelector('ol.slate .score span').textContent)")
+    title = page.run("document.querySelector('ol.slate .score span').title")
+    assert "log_prob" in title and "dense" in title
     no_error(page)
 
 
