@@ -139,7 +139,8 @@ class ServerConfig(BaseSettings):
             caches. CPU only.
         experiments: A/B experiments inside the server, see the guide to experiments.
         experiments_dir: Folder for the counts of `experiments`, so that they survive a restart. By
-            default a folder next to the bundle, or `.experiments` in `bundles_dir`.
+            default a folder next to the bundle, or `.experiments` in `bundles_dir`. Servers with
+            `catalog_log` in Redis have their counts there instead, and share them.
         access_log: True logs one line for each request, without paths and user ids.
         log_format: Format of the log: `text`, or `json` with one object per line.
         slate_log: Folder for a Parquet log of slates and of the events that they led to.

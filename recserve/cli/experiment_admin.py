@@ -125,7 +125,7 @@ def print_experiment(one: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from recserve.experiments.live_page import first_verdict_text
+    from recserve.experiments.live_page import first_verdict_text, servers_text
 
     status, reason = one["status"].replace("_", " "), one["reason"] or ""
     state = reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": ")
@@ -158,7 +158,9 @@ def print_experiment(one: dict[str, Any]) -> None:
             console.print(Text(first_verdict_text(arm["first_verdict"])))
     if one["warning"] is not None:
         console.print(Text(one["warning"], style="red"))
-    if not one["durable"]:
+    if servers := servers_text(one):
+        console.print(Text(servers))
+    elif not one["durable"]:
         console.print(Text("a restart forgets this state and these counts", style="yellow"))
 
 

@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from statistics import NormalDist
@@ -30,6 +30,7 @@ from recserve.experiments.settings import (
     ExperimentSettings,
     GuardSettings,
 )
+from recserve.experiments.shared_state import Board, SharedState
 from recserve.experiments.tallies import (
     CAUSES,
     COMPARISONS,
@@ -43,6 +44,7 @@ from recserve.experiments.tallies import (
     Requests,
     SeenEvents,
     Window,
+    hash_number,
     user_group,
 )
 from recserve.experiments.verdict import (
@@ -203,9 +205,8 @@ class Experiment:
         arms: The arms; the first one is the control.
         split: Assigns units to arms.
         exclusion: Says which requests take no part.
-        status: State of the experiment.
-        reason: Why it does not run; None while it runs.
-        counts: What it has counted.
+        counts: What this process has counted.
+        shared: What all servers have counted, and whether it runs; None unless servers share it.
         keep: Writes a state so that it survives a crash, and raises OSError if it cannot; None
             keeps the state in memory. A stop, a start and a fall-back are written before they are
             acknowledged.
@@ -236,8 +237,9 @@ class Experiment:
             settings.weights,
             settings.coverage,
         )
-        self.status: Status = "running"
-        self.reason: str | None = None
+        self._status: Status = "running"
+        self._reason: str | None = None
+        self.shared: SharedState | None = None
         self.counts = Counts(len(names), settings.goal_types)
         self._before = self._new_counts()  # at the last start
         self._window = Window(guard.window_s, self.counts.num_window)
@@ -256,6 +258,26 @@ class Experiment:
         self._falling_back = False  # while a fall-back is being written
         self._started_us = time.time_ns() // 1000
         self._first_verdicts: dict[str, FirstVerdict] = {}
+
+    def share(self, board: Board) -> None:
+        """Shares counts and status with other servers, before the first request."""
+        guard = self.settings.guard or GuardSettings()
+        self.shared = SharedState(board, self.counts, guard.window_s, self._clock)
+
+    @property
+    def status(self) -> Status:
+        """State of the experiment."""
+        return self._status if self.shared is None else self.shared.status
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does not run; None while it runs."""
+        return self._reason if self.shared is None else self.shared.reason
+
+    @property
+    def sums(self) -> Counts:
+        """The counts of all servers that share it; the events in them may be some seconds old."""
+        return self.counts if self.shared is None else self.shared.counts
 
     @property
     def name(self) -> str:
@@ -277,25 +299,34 @@ class Experiment:
         The p-value is None without units, and so outside mode `split`.
         """
         with self._lock:
-            counts = tuple(self.counts.other[:, USERS].tolist())
+            counts = tuple(self.sums.other[:, USERS].tolist())
         return counts, _sample_ratio_p(counts, self.settings.weights)
 
     def see(self, unit: str, arm: str) -> None:
         """Remembers a unit for the sample-ratio check."""
-        number = hash(unit)
+        number = hash_number(f"{self.split.seed}\0{unit}", 8)
         with self._lock:
-            if number not in self._units and len(self._units) < MAX_UNITS:
-                self._units.add(number)
+            if number in self._units or len(self._units) >= MAX_UNITS:
+                return
+            self._units.add(number)
+            if self.shared is None:
                 self.counts.other[self.arm(arm).number, USERS] += 1
+            else:
+                place = self.counts.places["other"] + 2 * self.arm(arm).number + USERS
+                self.shared.add_member(place, number)
 
     def record(self, arm: ServingArm, result: ArmResult) -> None:
         """Adds the result of a request, and falls back to the control if a guard says so."""
         now_s = self._clock()
         with self._lock:
-            places, window = self.counts.result_places(arm.number, result), self._window
-            for values in (self.counts.values, window.current(now_s)):
-                for place in places:
-                    values[place] += 1
+            places = self.counts.result_places(arm.number, result)
+            for place in places:
+                self.counts.values[place] += 1
+            if self.shared is not None:
+                return  # the window has what all servers have sent
+            window = self._window.current(now_s)
+            for place in places:
+                window[place] += 1
             if self.status != "running" or self.settings.guard is None:
                 return
             if now_s - self._looked_s < LOOK_S:
@@ -318,25 +349,52 @@ class Experiment:
                 self.counts.answers[self.arm(name).number, group] += 1
 
     def count_event(self, arm: str, unit: str, event_type: str, key: str) -> None:
-        """Counts an event that an answer led to, once.
+        """Counts an event that an answer led to, once; see `count_events`."""
+        self.count_events([(arm, unit, event_type, key)])
+
+    def count_events(self, events: Iterable[tuple[str, str, str, str]]) -> None:
+        """Counts events that answers led to, each once.
 
         Args:
-            arm: Name of the arm that the item is of; an unknown name counts nothing.
-            unit: Id of the user, or of the request if the answer was for no user.
-            event_type: Type of the event.
-            key: Names the answer and the item; an event with the same key and type comes again.
+            events: Of each event:
+
+                - name of the arm that the item is of; an unknown name counts nothing
+                - id of the user, or of the request if the answer was for no user
+                - type of the event
+                - a key that names the answer and the item; an event with the same key and type
+                  comes again
+
+        Raises:
+            ExperimentNotSaved: If several servers share it, and Redis does not answer.
         """
-        goals = self.settings.goal_types
-        number = next((each.number for each in self.arms if each.name == arm), None)
-        if not goals or number is None:
-            return
-        group = user_group(self.split.seed, unit)
-        with self._lock:
-            # An event of another type does not count, so it need not be remembered.
-            if event_type not in goals:
-                self.counts.other[number, OTHER_EVENTS] += 1
-            elif self._seen.add(f"{key} {event_type}"):
-                self.counts.events[number, goals.index(event_type), group] += 1
+        goals, new = self.settings.goal_types, list[tuple[bytes, int]]()
+        numbers = {arm.name: arm.number for arm in self.arms} if goals else {}
+        for arm, unit, event_type, key in events:
+            if (number := numbers.get(arm)) is None:
+                continue
+            if event_type not in goals:  # it does not count, so it need not be remembered
+                with self._lock:
+                    self.counts.other[number, OTHER_EVENTS] += 1
+                continue
+            group, name = user_group(self.split.seed, unit), f"{key} {event_type}"
+            goal = goals.index(event_type)
+            if self.shared is not None:
+                place = self.counts.event_place(number, goal, group)
+                new.append((hash_number(name, 8).to_bytes(8, "little"), place))
+                continue
+            with self._lock:
+                if self._seen.add(name):
+                    self.counts.events[number, goal, group] += 1
+        if self.shared is not None and new:
+            try:
+                self.shared.count(new)
+            except ConnectionError as error:
+                log.error("events of experiment %s are not counted: %s", self.name, error)
+                raise ExperimentNotSaved(
+                    f"the events are stored, but not counted for experiment {self.name}, because "
+                    "Redis does not answer; send this request again. Events with an event_id are "
+                    "stored once"
+                ) from None
 
     def count_forwarding(self, arm: ServingArm, result: Forwarding) -> None:
         """Counts a request for the server of an arm by what became of it."""
@@ -346,6 +404,8 @@ class Experiment:
     @property
     def durable(self) -> bool:
         """Whether a restart keeps the status."""
+        if self.shared is not None:
+            return self.shared.known and not self.shared.stopping
         return self.keep is not None and self._kept
 
     def save(self) -> None:
@@ -384,7 +444,7 @@ class Experiment:
                 )
             ]
             return SavedExperiment(
-                settings=self._settings_hash(),
+                settings=self.settings_hash(),
                 ran_s=self._running_s(),
                 arms=arms,
                 seen=self._seen.keys(),
@@ -401,7 +461,7 @@ class Experiment:
         Raises:
             ValueError: If arms, weights, seed or goals differ from those of the counts.
         """
-        if saved.settings != self._settings_hash():
+        if saved.settings != self.settings_hash():
             raise ValueError("the counts belong to other arms, weights, goals or another seed")
         counts, before = self._new_counts(), self._new_counts()
         for arm, one in zip(self.arms, saved.arms, strict=True):
@@ -417,7 +477,7 @@ class Experiment:
                 before.latencies[number] = from_bytes(one.before_latencies, NUM_LATENCIES)
         with self._lock:
             self._ran_s = saved.ran_s
-            self.status, self.reason, self._breach = saved.status, saved.reason, saved.breach
+            self._status, self._reason, self._breach = saved.status, saved.reason, saved.breach
             if saved.status != "running":
                 self._began_s = None
             self._started_us = saved.started_us or self._started_us - int(saved.ran_s * 1e6)
@@ -446,8 +506,21 @@ class Experiment:
         """Stops the experiment: every request gets the control, even if the write fails.
 
         Raises:
-            ExperimentNotSaved: If the disk refuses the state. It is stopped until a restart.
+            ExperimentNotSaved: If the disk refuses the state. It is stopped until a restart. Or if
+                Redis does not answer. Then it is stopped here, and on other servers later.
         """
+        if self.shared is not None:
+            try:
+                self.shared.stop()
+            except ConnectionError as error:
+                log.error("experiment %s is stopped on this server only: %s", self.name, error)
+                raise ExperimentNotSaved(
+                    f"experiment {self.name} is stopped on this server, and not on the others, "
+                    "because Redis does not answer; this server goes on trying. Send this request "
+                    "again"
+                ) from None
+            log.warning("experiment %s is stopped", self.name)
+            return
         self._stop()  # at once, for this is the safe side
         with self._keeping:
             self._stop()  # a start or a fall-back may have ended meanwhile
@@ -460,8 +533,20 @@ class Experiment:
         """Starts the experiment again with empty windows. Assignments are the same as before.
 
         Raises:
-            ExperimentNotSaved: If the disk refuses the state. It is not started then.
+            ExperimentNotSaved: If the disk refuses the state, or Redis does not answer. It is not
+                started then.
         """
+        if self.shared is not None:
+            try:
+                self.shared.start()
+            except ConnectionError as error:
+                log.error("experiment %s is not started: %s", self.name, error)
+                raise ExperimentNotSaved(
+                    f"experiment {self.name} is not started, because Redis does not answer; send "
+                    "this request again"
+                ) from None
+            log.warning("experiment %s is started", self.name)
+            return
         with self._keeping:
             state = self.state()
             arms = [
@@ -478,7 +563,7 @@ class Experiment:
             except OSError as error:
                 raise self._not_saved("is not started", error) from None
             with self._lock:
-                self.status, self.reason, self._breach = "running", None, None
+                self._status, self._reason, self._breach = "running", None, None
                 self._falling_back = False
                 self._before = self._new_counts(self.counts.values.copy())
                 self._window.clear()
@@ -489,14 +574,22 @@ class Experiment:
 
     def describe(self) -> ExperimentStatus:
         """Returns the state for GET /v1/experiments. A new first verdict is written before."""
-        arms, counts, sample_ratio_p = self._look_at_all()
-        if self._note_verdicts(arms):
+        if self.shared is None:
+            arms, counts, sample_ratio_p = self._look_at_all()
+            if self._note_verdicts(arms):
+                try:
+                    self.save()
+                except OSError as error:
+                    log.error("experiment %s: a verdict is not saved: %s", self.name, error)
+        else:
             try:
-                self.save()
-            except OSError as error:
-                log.error("experiment %s: a verdict is not saved: %s", self.settings.name, error)
+                arms, counts, sample_ratio_p = self._look_at_shared()
+            except ConnectionError as error:
+                log.error("experiment %s: its counts are not read: %s", self.name, error)
+                arms, counts, sample_ratio_p = self._look_at_all()
         with self._lock:
-            status, reason, first = self.status, self.reason, dict(self._first_verdicts)
+            status, reason, first = self.status, self.reason, self._first_by_arm()
+        shared = self.shared
         return ExperimentStatus(
             name=self.settings.name,
             mode=self.settings.mode,
@@ -506,30 +599,86 @@ class Experiment:
             smallest_effect=self.settings.smallest_effect,
             sample_ratio_p=sample_ratio_p,
             warning=sample_ratio_warning(sample_ratio_p, counts),
-            started=_moment(self._started_us),
+            started=_moment(self._began_us()),
             durable=self.durable,
+            servers=None if shared is None else shared.num_servers,
+            uncounted=None if shared is None else shared.uncounted,
             arms=[msgspec.structs.replace(arm, first_verdict=first.get(arm.name)) for arm in arms],
         )
+
+    def exchange(self) -> None:
+        """Exchanges counts and status with other servers, and falls back if a guard says so.
+
+        Raises:
+            ConnectionError: If Redis does not answer.
+        """
+        assert self.shared is not None
+        self.shared.exchange(self._lock)
+        guard, now_s = self.settings.guard, self.shared.now_ms / 1e3
+        if guard is None or self.status != "running":
+            return
+        found = self._find_breach(self._new_counts(self.shared.window.sums(now_s)), guard)
+        if found is not None and self.shared.fall_back(found[0].name, found[1].text):
+            log.error("experiment %s fell back: %s", self.name, self.reason)
+            with self._lock:
+                self.counts.fallbacks[CAUSES.index(found[1].cause)] += 1
+
+    def look(self) -> None:
+        """Looks for a first verdict on what all servers have counted. Raises ConnectionError."""
+        self._look_at_shared()
+
+    def close(self) -> None:
+        """Sends the last counts to the servers that share it. Raises ConnectionError."""
+        if self.shared is not None:
+            self.shared.close(self._lock)
+
+    def _look_at_shared(self) -> tuple[list[ArmStatus], tuple[int, ...], float | None]:
+        """As `_look_at_all`, on the present sums of all servers. Raises ConnectionError."""
+        assert self.shared is not None
+        self.shared.read()
+        found = self._look_at_all()
+        new = self._new_verdicts(found[0], self._first_by_arm())
+        if new:
+            self.shared.read({str(self.arm(name).number): each for name, each in new.items()})
+        return found
+
+    def _first_by_arm(self) -> dict[str, FirstVerdict]:
+        if self.shared is None:
+            return dict(self._first_verdicts)
+        return {self.arms[int(number)].name: each for number, each in self.shared.notes.items()}
+
+    def _fallen(self) -> tuple[str, str] | None:
+        """Returns the arm that made it fall back, and why; None if none did."""
+        if self.shared is None:
+            return self._breach
+        return None if self.shared.state is None else self.shared.state.breach
+
+    def _began_us(self) -> int:
+        shared = None if self.shared is None else self.shared.state
+        return self._started_us if shared is None else shared.started_us
 
     @property
     def fallbacks(self) -> dict[Cause, int]:
         """Number of automatic fall-backs by cause."""
-        return dict(zip(CAUSES, self.counts.fallbacks.tolist(), strict=True))
+        return dict(zip(CAUSES, self.sums.fallbacks.tolist(), strict=True))
 
     @property
     def compared(self) -> dict[Comparison, float]:
         """Sums over the comparisons of the arms' items for one request."""
-        found = dict(zip(COMPARISONS, self.counts.compared.tolist(), strict=True))
+        found = dict(zip(COMPARISONS, self.sums.compared.tolist(), strict=True))
         return found | {"shared": found["shared"] / SHARED_UNIT}
 
     def _look_at_all(self) -> tuple[list[ArmStatus], tuple[int, ...], float | None]:
         """Returns the state of the arms, the units of each, and the p-value of their ratio."""
         with self._lock:
-            now_s = self._clock()
-            window = self._new_counts(self._window.sums(now_s))
-            tallies = [
-                _copy_arm(arm.number, self.counts, self._before, window) for arm in self.arms
-            ]
+            if self.shared is None:
+                window, before = self._window.sums(self._clock()), self._before
+            else:
+                window = self.shared.window.sums(self.shared.now_ms / 1e3)
+                before = self.shared.before
+            now = self._new_counts(self.sums.values.copy())
+            recent = self._new_counts(window)
+            tallies = [_copy_arm(arm.number, now, before, recent) for arm in self.arms]
             ran_s = self._running_s()
         counts, sample_ratio_p = self.division()
         arms = [
@@ -540,24 +689,31 @@ class Experiment:
 
     def _note_verdicts(self, arms: Sequence[ArmStatus]) -> bool:
         """Remembers the first verdict on each arm. Returns whether there is a new one."""
-        found, control = False, arms[0]
         with self._lock:
-            for arm in arms:
-                fell_back = self._breach is not None and self._breach[0] == arm.name
-                if arm.verdict is None or not is_reached(arm.verdict, fell_back):
-                    continue
-                if arm.name not in self._first_verdicts:
-                    found = True
-                    self._first_verdicts[arm.name] = FirstVerdict(
-                        kind=arm.verdict.kind,
-                        text=arm.verdict.text,
-                        time=_moment(time.time_ns() // 1000),
-                        answers=arm.answers,
-                        events=arm.goals[0].events,
-                        control_answers=control.answers,
-                        control_events=control.goals[0].events,
-                    )
-        return found
+            new = self._new_verdicts(arms, self._first_verdicts)
+            self._first_verdicts |= new
+        return bool(new)
+
+    def _new_verdicts(
+        self, arms: Sequence[ArmStatus], known: Mapping[str, FirstVerdict]
+    ) -> dict[str, FirstVerdict]:
+        """Returns the first verdict on each arm that has none yet."""
+        control, breach = arms[0], self._fallen()
+        return {
+            arm.name: FirstVerdict(
+                kind=arm.verdict.kind,
+                text=arm.verdict.text,
+                time=_moment(time.time_ns() // 1000),
+                answers=arm.answers,
+                events=arm.goals[0].events,
+                control_answers=control.answers,
+                control_events=control.goals[0].events,
+            )
+            for arm in arms
+            if arm.verdict is not None
+            and arm.name not in known
+            and is_reached(arm.verdict, breach is not None and breach[0] == arm.name)
+        }
 
     def _arm_status(
         self,
@@ -600,7 +756,7 @@ class Experiment:
         ran_s: float,
     ) -> ArmVerdict:
         guard = self.settings.guard or GuardSettings()
-        breach = self._breach
+        breach = self._fallen()
         fell_back = breach[1] if breach is not None and breach[0] == arm.name else None
         return decide(
             self.settings,
@@ -615,6 +771,9 @@ class Experiment:
 
     def _running_s(self) -> float:
         """Returns for how long the experiment has been running, without stops."""
+        if self.shared is not None:
+            state = self.shared.state
+            return 0.0 if state is None else state.running_s(self.shared.now_ms)
         began_s = self._began_s
         return self._ran_s + (0.0 if began_s is None else self._clock() - began_s)
 
@@ -624,7 +783,7 @@ class Experiment:
     def _pause(self) -> None:
         self._ran_s, self._began_s = self._running_s(), None
 
-    def _settings_hash(self) -> str:
+    def settings_hash(self) -> str:
         """Returns a hash of the settings that counts depend on."""
         one = self.settings
         arms = [(arm.name, arm.fields, arm.url) for arm in one.arms]
@@ -635,19 +794,25 @@ class Experiment:
         """Falls back if a guard says so. A thread writes that first, for a disk may be slow."""
         if self._falling_back:
             return
-        window = self._new_counts(self._window.sums(now_s))
+        found = self._find_breach(self._new_counts(self._window.sums(now_s)), guard)
+        if found is None:
+            return
+        if self.keep is None:
+            self._fall_back(*found)
+            return
+        self._falling_back = True
+        threading.Thread(target=self._fall_back_durably, args=found, name="fall-back").start()
+
+    def _find_breach(
+        self, window: Counts, guard: GuardSettings
+    ) -> tuple[ServingArm, Breach] | None:
+        """Returns the first arm that is worse than the control within the window, and why."""
         control = window.requests(0)
         for arm in self.arms[1:]:
             breach = judge(control, window.requests(arm.number), guard)
-            if breach is not None and self.keep is None:
-                self._fall_back(arm, breach)
-                return
             if breach is not None:
-                self._falling_back = True
-                threading.Thread(
-                    target=self._fall_back_durably, args=(arm, breach), name="fall-back"
-                ).start()
-                return
+                return arm, breach
+        return None
 
     def _fall_back_durably(self, arm: ServingArm, breach: Breach) -> None:
         with self._keeping:
@@ -666,7 +831,7 @@ class Experiment:
 
     def _fall_back(self, arm: ServingArm, breach: Breach) -> None:
         self._pause()
-        self.status, self.reason = "fallen_back", f"arm {arm.name}: {breach.text}"
+        self._status, self._reason = "fallen_back", f"arm {arm.name}: {breach.text}"
         self.counts.fallbacks[CAUSES.index(breach.cause)] += 1
         self._breach = arm.name, breach.text
         log.error("experiment %s fell back: %s", self.name, self.reason)
@@ -675,7 +840,7 @@ class Experiment:
         with self._lock:
             if self.status != "stopped":
                 self._pause()
-                self.status, self.reason = "stopped", "stopped by an operator"
+                self._status, self._reason = "stopped", "stopped by an operator"
                 log.warning("experiment %s is stopped", self.name)
 
     def _keep(self, state: SavedExperiment) -> None:

@@ -59,9 +59,11 @@ def _experiment(one: ExperimentStatus) -> Markup:
     since = one.started[:16].replace("T", " ")
     said = f"{one.mode}, {one.coverage * 100:g} % of the users, since {since} UTC, {state}"
     treatments = [arm for arm in one.arms if arm.verdict is not None]
+    servers = servers_text(msgspec.to_builtins(one))
     return tag(
         "div",
         tag("div", tag("h2", one.name), tag("p", said, class_="soft")),
+        tag("p", servers, class_="soft") if servers else None,
         tag("section", tag("p", one.warning), class_="card warnings") if one.warning else None,
         *(_verdict(arm, arm.verdict) for arm in treatments if arm.verdict),
         *(_goals(one, number) for number in range(len(one.arms[0].goals))),
@@ -109,6 +111,21 @@ def first_verdict_text(first: Mapping[str, Any]) -> str:
     events = first["events"] + first["control_events"]
     counts = f"{time} UTC, {answers:,} answers, {events:,} events"
     return f"First verdict ({counts}): {first['text']}"
+
+
+def servers_text(one: Mapping[str, Any]) -> str:
+    """Returns how many servers share an experiment and what they lack, from its JSON; or ""."""
+    if one["servers"] is None:
+        return ""
+    text = f"Sums of {one['servers']} server{'' if one['servers'] == 1 else 's'}"
+    if not one["uncounted"]:
+        return text
+    total = sum(arm["requests"] for arm in one["arms"]) + one["uncounted"]
+    lost = one["uncounted"] / total
+    return (
+        f"{text}; at most {one['uncounted']:,} requests ({lost:.2%}) are not counted, because a "
+        "server was killed or Redis has lost them"
+    )
 
 
 def _goals(one: ExperimentStatus, number: int) -> Markup:

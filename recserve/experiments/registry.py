@@ -61,14 +61,24 @@ class Experiments:
         """Returns the state of all experiments."""
         return ExperimentsResponse(experiments=[one.describe() for one in self._by_name.values()])
 
-    def count_event(self, experiment: str, arm: str, unit: str, event_type: str, key: str) -> None:
-        """Counts an event that an answer of an arm led to; see `Experiment.count_event`.
+    def count_events(self, events: Iterable[tuple[str, str, str, str, str]]) -> None:
+        """Counts events that answers of arms led to; see `Experiment.count_events`.
 
         A token may name an experiment that this server no longer has; its events are left out.
+
+        Args:
+            events: Name of the experiment, and what `Experiment.count_events` takes, of each event.
+
+        Raises:
+            ExperimentNotSaved: If several servers share an experiment, and Redis does not answer.
         """
-        one = self._by_name.get(experiment)
-        if one is not None:
-            one.count_event(arm, unit, event_type, key)
+        found: dict[str, list[tuple[str, str, str, str]]] = {}
+        for name, *event in events:
+            arm, unit, event_type, key = event
+            found.setdefault(name, []).append((arm, unit, event_type, key))
+        for name, own in found.items():
+            if (one := self._by_name.get(name)) is not None:
+                one.count_events(own)
 
     def team(self, experiment: str, number: int) -> str:
         """Returns the arm of a team of an interleaved slate.
@@ -129,8 +139,8 @@ def _draw(
         excluded = "the request sets diversity, which two joined slates cannot keep"
     if excluded is not None:
         return Draw(one, label(None, excluded), None, counted=False)
-    if one.status != "running":
-        return Draw(one, label(one.control.name, one.status), one.control, counted=False)
+    if (status := one.status) != "running":
+        return Draw(one, label(one.control.name, status), one.control, counted=False)
     if settings.mode != "split":
         arm = None if settings.mode == "interleaved" else one.control.name
         return Draw(one, label(arm), one.control, counted=True)

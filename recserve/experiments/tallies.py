@@ -212,6 +212,11 @@ class Window:
         self._slices.clear()
 
 
+def slice_ms(window_s: float) -> int:
+    """Returns the time of a slice of a window that several servers share."""
+    return max(50, round(1e3 * window_s / NUM_SLICES))
+
+
 class SeenEvents:
     """Remembers the newest MAX_SEEN events, so that an event which comes again does not count."""
 

@@ -303,7 +303,7 @@ class Api:
     def model_statistics(self, name: str, deadline_s: float | None = None) -> i.Statistics:
         """Returns what this process has answered with a model since it started."""
 
-    @operation("POST /v1/events", errors=HISTORY, repeatable=have_ids)
+    @operation("POST /v1/events", errors=(*HISTORY, "experiment_not_saved"), repeatable=have_ids)
     def add_events(
         self, body: e.EventsRequest, deadline_s: float | None = None
     ) -> e.EventsResponse:

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 Mode = Literal["split", "paired", "shadow", "interleaved"]
-Status = Literal["running", "stopped", "fallen_back"]
+Status = Literal["running", "stopped", "fallen_back", "unknown"]
 Use = Literal["recommend", "rank", "text"]
 VerdictKind = Literal["ship", "keep_control", "no_difference", "not_yet", "no_goal", "invalid"]
 GuardrailName = Literal["errors", "empty", "p99"]
@@ -23,7 +23,7 @@ class UnknownExperiment(LookupError):
 
 
 class ExperimentNotSaved(RuntimeError):
-    """The disk has refused the new state of an experiment."""
+    """The disk has refused the new state of an experiment, or Redis its state or events."""
 
 
 class ExperimentLabel(Struct, frozen=True, kw_only=True):
@@ -153,8 +153,8 @@ class ArmStatus(Struct, frozen=True, kw_only=True):
         goals: Events that these answers led to, by type. The first type decides.
         verdict: The present verdict on the arm; None for the control.
         first_verdict: The first verdict of the goal; None before it, and for the control.
-        users: Units that this process has assigned to the arm, of at most 100,000 in all arms.
-            None outside mode `split`.
+        users: Units that the arm got since the server was started, or from all servers that share
+            the experiment, of at most 100,000 in all arms. None outside mode `split`.
     """
 
     name: str
@@ -179,7 +179,8 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
     Attributes:
         name: Name of the experiment.
         mode: How requests use the arms.
-        status: `fallen_back` means that a guard has stopped it.
+        status: `fallen_back` means that a guard has stopped it. `unknown` means that several
+            servers share it and this one does not reach Redis. Then every request gets the control.
         reason: Why it does not run; None while it runs.
         coverage: Share of the units that take part.
         smallest_effect: Smallest relative change of a rate that is of interest.
@@ -188,7 +189,11 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
         warning: What to find out before you read on; None if `sample_ratio_p` is not below 0.001.
         started: When it began to count, in RFC 3339.
         durable: True if a restart keeps the status. False without a folder for counts, if another
-            process has the folder, and if the disk refused the last write.
+            process has the folder, if the disk refused the last write, and if Redis does not
+            answer.
+        servers: Servers that have sent counts of late; None unless several share it.
+        uncounted: Most requests that the counts lack because a server was killed before it sent
+            them, or because Redis has lost them; None unless several servers share it.
         arms: The arms; the first one is the control.
     """
 
@@ -202,6 +207,8 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
     warning: str | None
     started: str
     durable: bool
+    servers: int | None
+    uncounted: int | None
     arms: list[ArmStatus]
 
 

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,10 +35,12 @@ from recserve.experiments.experiment import (
 )
 from recserve.experiments.registry import Draw, Experiments
 from recserve.experiments.saved_counts import SavedCounts
-from recserve.experiments.settings import ArmFields, parse_experiments
-from recserve.experiments.tallies import FORWARDINGS, ArmResult, Comparison
+from recserve.experiments.settings import ArmFields, GuardSettings, parse_experiments
+from recserve.experiments.shared_state import Exchanger
+from recserve.experiments.tallies import FORWARDINGS, NUM_SLICES, ArmResult, Comparison, slice_ms
 from recserve.experiments.team_draft import team_draft
 from recserve.extras import install_advice
+from recserve.features.history.stores import split_ttl
 from recserve.features.state_files import EXPERIMENTS, default_experiments
 from recserve.schemas.experiments import ExperimentLabel, Use
 from recserve.schemas.items import (
@@ -64,6 +69,7 @@ B = TypeVar("B", bound=RecommendRequest | RankRequest)
 A = TypeVar("A", bound=RecommendResponse | RankResponse)
 T = TypeVar("T", bound=TextRequest)
 log = logging.getLogger(__name__)
+SHARED_TIMEOUT_S = 0.4  # of a reply of Redis about shared counts
 MAX_COPIES = 8  # of mode `shadow` at the same time
 
 
@@ -78,7 +84,7 @@ class Arms:
         experiments: The experiments.
         remote: The arms that another server answers, by label.
         copies: Requests of mode `shadow` in progress.
-        counts: Saves the experiments.
+        counts: Saves the experiments, or shares them with other servers.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -206,12 +212,16 @@ class Arms:
         return await write_texts(context, begin, body)
 
 
-def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts:
+def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts | Exchanger:
     """Restores the experiments; without a folder that can be used they live in memory.
 
+    Servers with one catalogue in Redis share them there.
+
     Raises:
-        ConfigError: If `experiments_dir` cannot be used.
+        ConfigError: If `experiments_dir` or the URL of Redis cannot be used.
     """
+    if config.catalog_url is not None:
+        return _share(config, config.catalog_url, experiments)
     folder = config.experiments_dir
     if folder is None and config.bundles_dir is not None:
         folder = config.bundles_dir.resolve() / EXPERIMENTS
@@ -225,6 +235,37 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts:
             raise ConfigError(message) from None
         log.warning("%s; the counts of experiments end with this process", message)
         return SavedCounts(None, experiments)
+
+
+def _share(config: ServerConfig, url: str, experiments: Experiments) -> Exchanger:
+    """Shares the experiments with the servers of a catalogue in Redis."""
+    # Only servers that share their items need the package redis.
+    from recserve.features.redis_connection import FAILURES, connect, describe
+    from recserve.features.shared_counts import Layout, SharedCounts
+
+    replicas = config.catalog_wait_replicas
+    if replicas is None:  # a failover of Sentinel or Cluster happens by itself
+        replicas = int("+" in url.partition("://")[0])
+    writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
+    for one in experiments:
+        guard = one.settings.guard or GuardSettings()
+        counts = one.counts
+        layout = Layout(
+            counts.values.size,
+            counts.num_head,
+            counts.num_window,
+            slice_ms(guard.window_s),
+            NUM_SLICES,
+        )
+        name = f"{config.catalog_name}/{one.name}/{one.settings_hash()[:16]}"
+        try:
+            client = connect(split_ttl(url)[0], timeout_s=SHARED_TIMEOUT_S)
+        except FAILURES as error:
+            raise ConfigError(f"catalog_log: {describe(error)}") from None
+        except ValueError as error:
+            raise ConfigError(f"catalog_log: {error}") from None
+        one.share(SharedCounts(client, name, layout, writer, replicas))
+    return Exchanger(experiments)
 
 
 @dataclass(frozen=True)
@@ -598,7 +639,7 @@ class ExperimentCollector(Collector):
             family = CounterMetricFamily(f"recserve_experiment_{name}", text, labels=["arm"])
             for one in found:
                 for arm in one.arms:
-                    family.add_metric([arm.label], int(one.counts.results[arm.number, column]))
+                    family.add_metric([arm.label], int(one.sums.results[arm.number, column]))
             yield family
         forwarded = CounterMetricFamily(
             "recserve_experiment_forwarded",
@@ -607,7 +648,7 @@ class ExperimentCollector(Collector):
         )
         for one in found:
             for arm in (arm for arm in one.arms if arm.remote):
-                counts = one.counts.forwarded[arm.number].tolist()
+                counts = one.sums.forwarded[arm.number].tolist()
                 for result, count in zip(FORWARDINGS, counts, strict=True):
                     forwarded.add_metric([arm.label, result], count)
         yield forwarded

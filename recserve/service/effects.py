@@ -18,7 +18,7 @@ the rounds are counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,8 +34,11 @@ from recserve.service.slate_log.slate_log import SlateLog
 class ArmCounts(Protocol):
     """The experiments of a server, as far as events count for them."""
 
-    def count_event(self, experiment: str, arm: str, unit: str, event_type: str, key: str) -> None:
-        """Counts an event that an answer of an arm led to."""
+    def count_events(self, events: Iterable[tuple[str, str, str, str, str]]) -> None:
+        """Counts events that answers of arms led to.
+
+        Of each event: experiment, arm, unit, type, and a key of answer and item.
+        """
 
     def team(self, experiment: str, number: int) -> str:
         """Returns the arm of a team of an interleaved slate; empty if there is none."""
@@ -90,17 +93,20 @@ class Effects:
 
         Returns:
             `stored`, with the events whose token is not valid.
+
+        Raises:
+            ExperimentNotSaved: If several servers share an experiment, and Redis does not answer.
         """
         if all(event.attribution_token is None for event in body.events):
             return stored
         refused = {rejection.index for rejection in stored.rejected}
         users = "none" if self.slate_log is None else self.slate_log.settings.users
         outcomes, wrong = verify_tokens(body.events, refused, signer, users)
-        for outcome in outcomes if tracked else ():
-            if self.slate_log is not None:
+        if tracked and self.arms is not None:
+            self.arms.count_events([_describe(self.arms, outcome) for outcome in outcomes])
+        if tracked and self.slate_log is not None:
+            for outcome in outcomes:
                 self.slate_log.outcome(outcome)
-            if self.arms is not None:
-                _count(self.arms, outcome)
         return structs.replace(stored, unattributed=wrong) if wrong else stored
 
     def forget(self, user_id: str, signer: Signer) -> None:
@@ -109,9 +115,10 @@ class Effects:
             self.slate_log.forget(user_id, signer)
 
 
-def _count(arms: ArmCounts, outcome: OutcomeRecord) -> None:
+def _describe(arms: ArmCounts, outcome: OutcomeRecord) -> tuple[str, str, str, str, str]:
+    """Returns what an event counts for."""
     said, event = outcome.attribution, outcome.event
     arm = arms.team(said.experiment, outcome.team) if said.interleaved else said.arm
     unit = event.user_id if said.user else said.request_id
     key = f"{outcome.token_id} {event.item_id}"
-    arms.count_event(said.experiment, arm, unit, event.type or "event", key)
+    return said.experiment, arm, unit, event.type or "event", key

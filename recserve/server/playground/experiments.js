@@ -4,7 +4,7 @@ import { badge, byId, count, element, empty, ms } from "./dom.js";
 import { call } from "./api.js";
 import { whiskerChart } from "./charts.js";
 
-const STATES = { running: "good", stopped: "", fallen_back: "warn" };
+const STATES = { running: "good", stopped: "", fallen_back: "warn", unknown: "warn" };
 const VERDICTS = { ship: "good", keep_control: "bad", not_yet: "warn", invalid: "bad" };
 const GUARDRAILS = { errors: "errors", empty: "empty answers", p99: "p99 latency" };
 const RESULTS = { holds: "good", fails: "bad", unclear: "" };
@@ -66,6 +66,14 @@ function goalTable(experiment) {
     element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((text, at) => element("th", { class: at > 1 ? "num" : "", text })))), element("tbody", {}, ...rows)));
 }
 
+/** Returns what the sums of several servers lack; null if nothing. */
+function serversNote(experiment) {
+  if (!experiment.uncounted) return null;
+  const total = experiment.arms.reduce((sum, arm) => sum + arm.requests, experiment.uncounted);
+  const share = (100 * experiment.uncounted / total).toFixed(2);
+  return element("p", { class: "notes", text: `At most ${count(experiment.uncounted)} requests (${share} %) are not counted, because a server was killed or Redis has lost them.` });
+}
+
 function card(experiment) {
   const heads = ["Arm", "Weight", "Users", "Requests", "Errors", "Empty", "p50", "p99", "95 % interval of p99"];
   const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((text, at) => element("th", { class: at ? "num" : "", text })))), element("tbody", {}, ...experiment.arms.map(armRow)));
@@ -74,10 +82,11 @@ function card(experiment) {
   const judged = experiment.arms.filter((arm) => arm.verdict);
   const facts = element("span", { class: "facts" }, badge(experiment.status.replaceAll("_", " "), STATES[experiment.status] || ""), badge(experiment.mode),
     badge(`${count(100 * experiment.coverage)} % of the traffic`, "", "Share of the requests that take part"),
-    division(experiment), badge(`since ${moment(experiment.started)}`));
+    division(experiment), experiment.servers === null ? null : badge(`sums of ${count(experiment.servers)} servers`), badge(`since ${moment(experiment.started)}`));
   return element("div", { class: "card experiment" }, element("h2", {}, experiment.name, element("span", { class: "spacer" }), facts), experiment.reason ? element("p", { class: "notes", text: experiment.reason }) : null,
     experiment.warning ? element("p", { class: "notes", role: "note", text: experiment.warning }) : null,
-    experiment.durable ? null : element("p", { class: "notes", text: "A restart forgets this state and these counts." }),
+    serversNote(experiment),
+    experiment.durable || experiment.servers !== null ? null : element("p", { class: "notes", text: "A restart forgets this state and these counts." }),
     ...judged.map((arm) => verdictLine(arm, judged.length > 1)), goalTable(experiment),
     element("div", { class: "two" }, element("div", { class: "scroll arms", tabindex: "0", role: "group", "aria-label": `Arms of ${experiment.name}` }, table), element("div", {}, element("h3", { text: "p99 latency with its interval" }), rows.some((row) => Number.isFinite(row.value)) ? whiskerChart(rows, "ms") : empty("No arm has recent answers."))));
 }
