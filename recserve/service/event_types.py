@@ -1,18 +1,14 @@
 """Event types of a service: the names that it accepts, and their numbers in its store.
 
 A stored event holds the number of its type. The numbers 0 to 13 belong to the built-in names in
-every store. The store itself holds the names of further numbers, in a table that only grows, so
-that all servers of a store read the same name:
+every store. The store itself holds the names of further numbers as marks, which only grow, so that
+all servers of a store read the same name:
 
     14 "add_to_wishlist"    15 "newsletter"    16 ...
 
-The table is the history of a pseudo-user. A name is eight of its events with 8 bytes of text each:
-
-    event_key = 8 * number + i      item_key = bytes 8 i to 8 i + 7      value = length in bytes
-
-A store changes one history atomically and skips events whose key it has. So of two servers that
-give the same number away at the same time one succeeds with all eight events. The other one reads
-the table again, and takes the next number.
+Of two servers that give the same number away at the same time one succeeds. The other one reads the
+marks again, and takes the next number. Earlier versions kept the names as the history of a
+pseudo-user; they are moved when they are read.
 """
 
 from __future__ import annotations
@@ -26,9 +22,9 @@ from recserve.features.history.event_kinds import KINDS, NEGATIVE, POSITIVE, Eve
 from recserve.features.history.history import (
     CorruptHistory,
     HistoryStore,
-    StoredEvent,
     StoreUnavailable,
     mark_id,
+    unpack_marks,
 )
 from recserve.features.history.type_names import (
     EVENT_TYPES,
@@ -38,8 +34,8 @@ from recserve.features.history.type_names import (
 )
 from recserve.features.words import closest
 
-TYPE_TABLE = mark_id("event-types")
-PARTS = MAX_TYPE_BYTES // 8
+MARKS = "event-types"
+TYPE_TABLE = mark_id(MARKS)  # of earlier versions
 UNNAMED = 255  # kind of a number whose name this server has not read
 MAX_LISTED, NEAR = 20, 3  # names in the message about an unknown one, nearest of them
 
@@ -85,13 +81,8 @@ class EventTypes:
                     f"the history store has {len(self._names)} event types of at most "
                     f"{MAX_EVENT_TYPES}, and no room for {shown}; use an empty store"
                 )
-            entries = [
-                part
-                for number, name in enumerate(missing, len(self._names))
-                for part in _entry(number, name)
-            ]
-            if entries:
-                self.store.append(TYPE_TABLE, entries)
+            if missing:
+                self.store.add_marks(MARKS, len(self._names) - len(EVENT_TYPES), missing)
         else:
             raise StoreUnavailable("the history store has not kept the names of event types")
         self._set_known((*EVENT_TYPES, *sorted(known - set(EVENT_TYPES))))
@@ -180,21 +171,11 @@ class EventTypes:
 
     def _read(self) -> tuple[str, ...]:
         """Returns the names of all numbers."""
-        rows = np.sort(self.store.get(TYPE_TABLE), order="event_key")
-        first = PARTS * len(EVENT_TYPES)
-        if rows.size % PARTS or (rows["event_key"] != np.arange(first, first + rows.size)).any():
-            raise CorruptHistory("the table of event types in the history store is damaged")
-        texts = rows["item_key"].astype("<u8").tobytes()
-        sizes = rows["value"][::PARTS].astype(int).tolist()
-        begins = range(0, len(texts), MAX_TYPE_BYTES)
-        further = (texts[b : b + size].decode() for b, size in zip(begins, sizes, strict=True))
+        further = self.store.marks(MARKS)
+        if not further:
+            old = self.store.get(TYPE_TABLE)
+            if old.size:
+                self.store.add_marks(MARKS, 0, unpack_marks(old, MARKS, len(EVENT_TYPES)))
+                further = self.store.marks(MARKS)
+                self.store.delete(TYPE_TABLE)
         return (*EVENT_TYPES, *further)
-
-
-def _entry(number: int, name: str) -> list[StoredEvent]:
-    """Returns the events of one name in the table."""
-    text = name.encode()
-    parts = np.frombuffer(text.ljust(MAX_TYPE_BYTES, b"\0"), "<u8").tolist()
-    return [
-        StoredEvent(part, 0, PARTS * number + i, value=len(text)) for i, part in enumerate(parts)
-    ]

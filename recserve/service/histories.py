@@ -68,7 +68,8 @@ from recserve.service.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 DAY_US = 86_400_000_000
-IMPORT_MARKER = mark_id("imported")  # its history records which imports are done
+IMPORTS = "imports"  # marks of the imports that are done
+IMPORT_MARKER = mark_id("imported")  # its history had them in earlier versions
 USERS_PER_WRITE = 2000
 
 
@@ -266,8 +267,8 @@ class Histories:
         if entry is None:
             return
         store, types = self.store, self.types
-        mark = int(entry.sha256[:16], 16)
-        if mark in store.get(IMPORT_MARKER)["event_key"]:
+        mark = entry.sha256[:16]
+        if mark in _read_imports(store):
             return
         events, catalog = bundle.all_events(), bundle.catalog()
         bundle.check_unchanged()
@@ -300,7 +301,8 @@ class Histories:
                     ) from error
                 num_imported += len(gathered[user_id])
             store.append_many(gathered)
-        store.append(IMPORT_MARKER, [StoredEvent(mark, 0, mark)])
+        while mark not in (done := _read_imports(store)):
+            store.add_marks(IMPORTS, len(done), [mark])
         log.info(
             "imported %d of %d events of %d users from the bundle in %.1f s",
             num_imported,
@@ -498,6 +500,16 @@ def _check_user(param: str, user_id: str) -> None:
 def _without_marks(user_ids: list[str]) -> list[str]:
     """Returns the ids that a request can name; longer ones are the service's own marks."""
     return [user_id for user_id in user_ids if len(user_id) <= MAX_ID_LENGTH]
+
+
+def _read_imports(store: HistoryStore) -> list[str]:
+    """Returns the marks of the imports that are done; moves those of earlier versions."""
+    done = store.marks(IMPORTS)
+    if not done and (old := store.get(IMPORT_MARKER)).size:
+        store.add_marks(IMPORTS, 0, [f"{key:016x}" for key in old["event_key"].tolist()])
+        done = store.marks(IMPORTS)
+        store.delete(IMPORT_MARKER)
+    return done
 
 
 def _has_events(stored: Stored) -> bool:

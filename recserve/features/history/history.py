@@ -37,6 +37,8 @@ DEFAULT_CAP = 1024
 MAX_CAP = 65_536
 HEADER = struct.Struct("<2sBBI8s")
 MAGIC, VERSION, DTYPE_CODE = b"RH", 1, 1
+MAX_MARK_BYTES = 64
+MARK_PARTS = MAX_MARK_BYTES // 8
 
 
 class StoreUnavailable(ConnectionError):
@@ -282,6 +284,34 @@ class HistoryStore(ABC):
         """
         raise ListingUnsupported("this history store cannot list its users")
 
+    def marks(self, kind: str) -> list[str]:
+        """Returns the service's own marks of a kind, in the order in which they were added.
+
+        Marks are short texts that all servers of a store share, such as the names of event types.
+        By default they are the history of a pseudo-user, eight events for each of them. A store
+        that has a place of its own for them overrides this method and the next one.
+
+        Args:
+            kind: A name of lower-case letters and `-`.
+
+        Raises:
+            CorruptHistory: If the marks are damaged.
+        """
+        return unpack_marks(self.get(mark_id(f"marks-{kind}")), kind)
+
+    def add_marks(self, kind: str, first: int, marks: Sequence[str]) -> None:
+        """Adds marks behind the first ones of a kind, durably, unless there are more by now.
+
+        The caller reads them afterwards: another server may have added some at the same time.
+
+        Args:
+            kind: As in `marks`.
+            first: Number of marks that the caller has read.
+            marks: Texts of at most MAX_MARK_BYTES.
+        """
+        if changes := pack_marks(first, marks):
+            self.append(mark_id(f"marks-{kind}"), changes)
+
     @abstractmethod
     def close(self) -> None:
         """Releases the store."""
@@ -317,11 +347,44 @@ def user_key(user_id: str) -> bytes:
 
 
 def mark_id(name: str) -> str:
-    """Returns the id of a pseudo-user whose history is a mark of the service.
+    """Returns the id of a pseudo-user whose history has marks of the service.
 
     It is longer than any id that a route accepts, so no client can use it.
     """
     return f"recserve:{name}:".ljust(MAX_ID_LENGTH + 44, ".")
+
+
+def pack_marks(first: int, marks: Sequence[str]) -> list[StoredEvent]:
+    """Returns marks as events, eight with 8 bytes of text each.
+
+    The event keys are `8 * number + i`, and the value is the length in bytes. A store skips events
+    whose key it has, so of two servers that give one number away at once only one succeeds.
+    """
+    found = []
+    for number, mark in enumerate(marks, first):
+        text = mark.encode()
+        parts = np.frombuffer(text.ljust(MAX_MARK_BYTES, b"\0"), "<u8").tolist()
+        found += [
+            StoredEvent(part, 0, MARK_PARTS * number + i, value=len(text))
+            for i, part in enumerate(parts)
+        ]
+    return found
+
+
+def unpack_marks(events: np.ndarray, kind: str, first: int = 0) -> list[str]:
+    """Returns what `pack_marks` packed from a number on. Raises CorruptHistory."""
+    rows = np.sort(events, order="event_key")
+    begin = MARK_PARTS * first
+    expected = np.arange(begin, begin + rows.size)
+    if rows.size % MARK_PARTS or (rows["event_key"] != expected).any():
+        raise CorruptHistory(f"the marks {kind} in the history store are damaged")
+    texts = rows["item_key"].astype("<u8").tobytes()
+    sizes = rows["value"][::MARK_PARTS].astype(int).tolist()
+    begins = range(0, len(texts), MAX_MARK_BYTES)
+    try:
+        return [texts[b : b + size].decode() for b, size in zip(begins, sizes, strict=True)]
+    except UnicodeDecodeError as error:
+        raise CorruptHistory(f"the marks {kind} in the history store are damaged") from error
 
 
 def records(events: Sequence[StoredEvent]) -> np.ndarray:

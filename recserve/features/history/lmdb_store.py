@@ -1,6 +1,9 @@
 """Stores histories in LMDB, an embedded database. Acknowledged appends survive a crash.
 
 A write transaction syncs to disk before `append` returns. Readers never wait for it.
+
+A key is a user's id in UTF-8. The marks of the service have keys behind all ids: they begin with a
+byte that UTF-8 does not have. Their value is a JSON list of texts.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgspec
 import numpy as np
 
 from recserve.bounds import MAX_USER_ID_BYTES
@@ -36,6 +40,7 @@ MAX_READERS = 512
 # LMDB gives each reader a slot. A process that is killed leaves its slots in use until another one
 # frees them: every CHECK_S seconds in an open store, for which opening it waits WAIT_S.
 CHECK_S, WAIT_S = 1.0, 3.0
+MARKS = b"\xff"  # first byte of the keys of marks
 ALL_READ = (
     f"running processes use all {MAX_READERS} places of readers; end one that has the store open"
 )
@@ -128,10 +133,24 @@ class LmdbStore(HistoryStore):
         with self._failures(), _begin(self._environment) as reading, reading.cursor() as cursor:
             there = cursor.set_range(start) if start else cursor.first()
             while there and len(found) <= limit and cursor.key().startswith(first):
+                if cursor.key().startswith(MARKS):
+                    break
                 found.append(bytes(cursor.key()))
                 there = cursor.next()
         ids = [key.decode() for key in found[:limit]]
         return StoredUsers(ids, ids[-1] if len(found) > limit else None)
+
+    def marks(self, kind: str) -> list[str]:
+        """Returns the marks of a kind."""
+        with self._failures(), _begin(self._environment) as transaction:
+            return _read_marks(transaction, kind)
+
+    def add_marks(self, kind: str, first: int, marks: Sequence[str]) -> None:
+        """Adds marks in one transaction, unless there are more than the first ones."""
+        with self._failures(), self._environment.begin(write=True) as transaction:
+            found = _read_marks(transaction, kind)
+            if len(found) == first:
+                transaction.put(MARKS + kind.encode(), msgspec.json.encode([*found, *marks]))
 
     def close(self) -> None:
         """Closes the file. The store cannot be used afterwards."""
@@ -155,6 +174,13 @@ class LmdbStore(HistoryStore):
                     "close it first (service.close(), or `with Service.open(...) as service`)"
                 ) from error
             raise StoreUnavailable(f"{self.path}: {error}") from error
+
+
+def _read_marks(transaction: lmdb.Transaction[bytes], kind: str) -> list[str]:
+    try:
+        return msgspec.json.decode(transaction.get(MARKS + kind.encode()) or b"[]", type=list[str])
+    except msgspec.DecodeError as error:
+        raise CorruptHistory(f"the marks {kind} in the history store are damaged") from error
 
 
 def _begin(environment: lmdb.Environment) -> lmdb.Transaction[bytes]:

@@ -1,7 +1,11 @@
 """Stores histories in Redis: one value per user, one round trip per batch, one script per append.
 
+The marks of a kind are a list, `recserve:marks:KIND`.
+
+
 The script checks the stored value, applies the same changes as `history.merge`, and writes
-the value with a new checksum. It takes one round trip and is atomic.
+the value with a new checksum. It takes one round trip and is atomic. The marks of a kind are a
+list, `recserve:marks:KIND`.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ from recserve.features.redis_connection import (
     FAILURES,
     ResponseError,
     call_many,
+    call_script,
     call_scripts,
     connect,
     describe,
@@ -51,6 +56,13 @@ from recserve.features.redis_connection import (
 )
 
 PREFIX = b"recserve:history:"
+MARKS = "recserve:marks:"
+# KEYS: the list. ARGV: its expected length, and more marks.
+ADD_MARKS = """
+if redis.call('LLEN', KEYS[1]) == tonumber(ARGV[1]) then
+  for at = 2, #ARGV do redis.call('RPUSH', KEYS[1], ARGV[at]) end
+end
+"""
 SCANS, SCANNED = 20, 1000  # SCAN calls of one listing, and about how many keys each looks at
 CURSOR = re.compile(r"(?:([0-9a-f]{8})-)?(\d{1,20})(?:\.(\d{1,20})\.([0-9a-f]{32}))?")
 CORRUPT = "RECSERVE_CORRUPT"
@@ -294,6 +306,24 @@ class RedisStore(HistoryStore):
                     if number == len(servers):
                         return StoredUsers(ids, None)
         return StoredUsers(ids, at(f"{place}"))
+
+    def marks(self, kind: str) -> list[str]:
+        """Returns the marks of a kind."""
+        with self._failures():
+            (reply,) = call_many(self._client, [("LRANGE", MARKS + kind, 0, -1)])
+        if isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE"):
+            raise CorruptHistory(f"the marks {kind} in the history store are damaged")
+        if isinstance(reply, Exception):
+            raise _unavailable(reply) from reply
+        try:
+            return [mark.decode() for mark in reply]
+        except UnicodeDecodeError as error:
+            raise CorruptHistory(f"the marks {kind} in the history store are damaged") from error
+
+    def add_marks(self, kind: str, first: int, marks: Sequence[str]) -> None:
+        """Adds marks in one script, unless there are more than the first ones."""
+        with self._failures():
+            call_script(self._client, ADD_MARKS, [MARKS + kind], [first, *marks])
 
     def close(self) -> None:
         """Closes the connections."""

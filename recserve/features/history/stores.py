@@ -167,6 +167,14 @@ class StoreWrapper(HistoryStore):
         """As the store's own."""
         return self.store.users(prefix, limit, after)
 
+    def marks(self, kind: str) -> list[str]:
+        """As the store's own."""
+        return self.store.marks(kind)
+
+    def add_marks(self, kind: str, first: int, marks: Sequence[str]) -> None:
+        """As the store's own."""
+        self.store.add_marks(kind, first, marks)
+
     def close(self) -> None:
         """Releases the store."""
         self.store.close()
@@ -354,6 +362,14 @@ class GuardedStore(StoreWrapper):
     def users(self, prefix: str, limit: int, after: str | None) -> StoredUsers:
         """As the store's own."""
         return self._call([], lambda: self.store.users(prefix, limit, after))
+
+    def marks(self, kind: str) -> list[str]:
+        """As the store's own."""
+        return self._call([], lambda: self.store.marks(kind))
+
+    def add_marks(self, kind: str, first: int, marks: Sequence[str]) -> None:
+        """As the store's own."""
+        self._call([], lambda: self.store.add_marks(kind, first, marks))
 
     def close(self) -> None:
         """Takes no more reads and releases the store. Threads end with the reads that they have."""

@@ -19,7 +19,12 @@ from recserve.config import ConfigError, ServerConfig
 from recserve.features.history.history import (
     CorruptHistory,
     StoredEvent,
+    StoredUsers,
+    mark_id,
+    pack_marks,
 )
+from recserve.features.history.lmdb_store import MARKS, LmdbStore
+from recserve.features.history.redis_store import RedisStore
 from recserve.features.history.stores import open_store
 from recserve.features.history.type_names import (
     EVENT_TYPES,
@@ -35,6 +40,7 @@ from recserve.models.ranker import load_ranker, save_ranker
 from recserve.server.loader import ServiceLoader
 from recserve.service import Service, ServiceOptions
 from recserve.service.event_types import TYPE_TABLE, EventTypes
+from recserve.service.histories import IMPORT_MARKER, _read_imports
 from recserve.service.replacement import open_successor
 from recserve.training.ranker.ranking_batch import pack
 from recserve.training.ranker.ranking_quality import attend_within
@@ -154,14 +160,47 @@ def test_names_that_are_added_at_once_get_one_number_each(store):
 def test_a_damaged_table_is_never_extended(store):
     types = EventTypes(store)
     types.add(["one"])
-    events = store.get(TYPE_TABLE)
-    store.delete(TYPE_TABLE)
-    store.append(
-        TYPE_TABLE, [StoredEvent(int(e["item_key"]), 0, int(e["event_key"])) for e in events[1:]]
-    )
-    with pytest.raises(CorruptHistory, match="table of event types"):
-        EventTypes(store).add(["two"])
-    assert store.get(TYPE_TABLE).size == 7
+    damage_marks(store)
+    for _ in range(2):
+        with pytest.raises(CorruptHistory, match="marks event-types"):
+            EventTypes(store).add(["two"])
+
+
+def damage_marks(store):
+    """Breaks the marks of event types where the store has them."""
+    inner = getattr(store, "store", store)
+    if isinstance(inner, LmdbStore):
+        with inner._environment.begin(write=True) as transaction:
+            transaction.put(MARKS + b"event-types", b'["one')
+    elif isinstance(inner, RedisStore):
+        inner._client.set("recserve:marks:event-types", "one")
+    else:
+        user = mark_id("marks-event-types")
+        events = store.get(user)
+        store.delete(user)
+        store.append(
+            user, [StoredEvent(int(e["item_key"]), 0, int(e["event_key"])) for e in events[1:]]
+        )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_stores_of_earlier_versions_are_read(store, seed):
+    """Their names and imports were histories of pseudo-users, which are gone then."""
+    drawn = random.Random(seed)
+    names = drawn.sample([f"type {n}" for n in range(50)], drawn.randint(1, 30))
+    imports = [drawn.getrandbits(64) for _ in range(drawn.randint(1, 4))]
+    store.append(TYPE_TABLE, pack_marks(len(EVENT_TYPES), names))
+    store.append(IMPORT_MARKER, [StoredEvent(key, 0, key) for key in imports])
+    store.append("ann", [StoredEvent(1, 5, 7, len(EVENT_TYPES))])
+    types = EventTypes(store)
+    types.add([drawn.choice(names), "new"])
+    assert types.names(np.arange(14 + len(names) + 1)) == [*EVENT_TYPES, *names, "new"]
+    assert EventTypes(store).names(store.get("ann")["type"]) == names[:1]
+    assert sorted(int(mark, 16) for mark in _read_imports(store)) == sorted(set(imports))
+    for old in (TYPE_TABLE, IMPORT_MARKER):
+        assert not store.get(old).size
+    if isinstance(getattr(store, "store", store), LmdbStore | RedisStore):
+        assert store.users("", 10, None) == StoredUsers(["ann"], None)  # marks are no users
 
 
 @pytest.mark.parametrize(
