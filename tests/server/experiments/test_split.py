@@ -162,7 +162,7 @@ def test_status_and_metrics_count_by_arm(client, users):
         assert after[arm] - before[arm] == drawn.count(arm)
     assert set(one) == {
         *("name", "mode", "status", "reason", "coverage", "smallest_effect", "sample_ratio_p"),
-        *("warning", "started", "durable", "arms"),
+        *("warning", "started", "durable", "servers", "uncounted", "arms"),
     }
     assert set(one["arms"][0]) == {
         *("name", "weight", "requests", "errors", "empty"),
