@@ -2,7 +2,7 @@
 
 A `Grammar` or a `Choices` says what a text must look like. The text service compiles it to a
 `Constraint`, which the engine knows as an automaton: each text has a `Matcher`, whose state is the
-text so far. The matcher says which tokens may follow, and which tokens must.
+text so far. The matcher says which tokens may follow. Where only one may, it must.
 """
 
 from __future__ import annotations
@@ -108,10 +108,6 @@ class Matcher(Protocol):
 
     def fork(self) -> Matcher:
         """Returns a matcher of the same state, which goes its own way."""
-        ...
-
-    def forced(self) -> Sequence[int]:
-        """Returns the tokens that must follow, as far as they are known."""
         ...
 
 

@@ -248,7 +248,7 @@ def _add(tree: DraftTree, rows: Iterable[Seq[int]]) -> list[int]:
 def _outcome_of(outcome: TextOutcome, part: Part) -> TextOutcome:
     """Returns the part of an outcome that concerns one source's nodes."""
     if not len(outcome.draft):
-        return replace(outcome, draft=empty_draft(part.draft.tokens.device))
+        return replace(outcome, draft=empty_draft(part.draft.tokens.device), rows=None)
     number = {place: node for node, place in enumerate(part.places)}
     accepted = tuple(number[node] for node in outcome.accepted if node in number)
     # Row 0 is the last committed token; row 1 + place is a draft node.
@@ -260,4 +260,5 @@ def _outcome_of(outcome: TextOutcome, part: Part) -> TextOutcome:
         all_hidden=outcome.hidden[rows],
         all_logits=outcome.logits[rows],
         first=0,
+        rows=None,
     )

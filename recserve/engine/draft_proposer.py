@@ -112,6 +112,11 @@ class DraftProposer:
             self.policy.record_step(self._num_texts, self._num_nodes, taken_ms)
             self._num_nodes = 0
 
+    def note_nodes(self, added: int) -> None:
+        """Notes that the step has more nodes than were proposed, or fewer if `added` < 0."""
+        if self._num_nodes:
+            self._num_nodes += added
+
     def step_failed(self) -> None:
         """Forgets the time of a step that raised an error."""
         self._num_nodes = 0

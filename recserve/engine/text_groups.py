@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from operator import is_
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from recserve.engine.constrained_drafts import ConstrainedDraft
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepInputs, draft_probs
+from recserve.kernels.acceptance.masks import TokenMasks
 from recserve.kernels.host import on_device
 from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import TextContext
@@ -26,6 +31,20 @@ from recserve.speculation.verifiers.registry import (
 
 
 @dataclass(frozen=True)
+class GroupMasks:
+    """Masks of the constrained texts of a group, on the host.
+
+    Attributes:
+        drafts: Draft of each constrained text, by its number in the group.
+        bits, rows: As in `TokenMasks`, for the packed nodes of the group.
+    """
+
+    drafts: Mapping[int, ConstrainedDraft]
+    bits: NDArray[np.int32]
+    rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class TextGroup:
     """Texts that are verified together, with their drafts. All lists have the same order.
 
@@ -39,6 +58,7 @@ class TextGroup:
         sizes: Nodes of each draft.
         depth: Most levels below a node 0.
         forks: Whether a draft forks. The paths of others lie in their final slots already.
+        masks: Masks of constrained texts. None: no text has a constraint.
     """
 
     rule: str
@@ -50,6 +70,7 @@ class TextGroup:
     sizes: tuple[int, ...]
     depth: int
     forks: bool = False
+    masks: GroupMasks | None = None
 
     @property
     def last_tokens(self) -> list[int]:
@@ -62,7 +83,9 @@ class TextGroup:
         Args:
             counts: Token counts of all rows. None if no text of the group has penalties.
         """
-        table, device = self.table, self.table.seeds.device
+        table, device, masks = self.table, self.table.seeds.device, self.masks
+        if masks is not None:
+            bits, rows = on_device(masks.bits, device), on_device(masks.rows, device)
         return StepInputs(
             rule=self.rule,
             depth=self.depth,
@@ -72,7 +95,27 @@ class TextGroup:
             counts=counts,
             probs=None if table.greedy else draft_probs(self.drafts, device),
             rules=on_device(numbers_of(self.rules), device) if self.rule == MIXED else None,
+            masks=None if masks is None else TokenMasks(bits, rows),
         )
+
+    def constrained(self, drafts: Mapping[TextSequence, ConstrainedDraft]) -> TextGroup:
+        """Returns the group with the masks of its constrained texts, which have these drafts."""
+        own: dict[int, ConstrainedDraft] = {}
+        rows = np.full(len(self.sizes) + sum(self.sizes), -1, np.int64)
+        first = num_masks = 0
+        for number, (sequence, size) in enumerate(zip(self.sequences, self.sizes, strict=True)):
+            draft = drafts.get(sequence)
+            if draft is not None:
+                own[number] = draft
+                places = np.array(draft.rows, np.int64)
+                places[places >= 0] += num_masks
+                rows[first : first + 1 + size] = places
+                num_masks += len(draft.bits)
+            first += 1 + size
+        if not own:
+            return self
+        bits = np.concatenate([draft.bits for draft in own.values()])
+        return replace(self, masks=GroupMasks(own, bits, rows))
 
 
 class TextGroups:

@@ -22,6 +22,7 @@ from itertools import count
 from typing import Any
 
 from recserve.core.client import Client
+from recserve.core.constraint import NoTokenLeft
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
@@ -29,7 +30,8 @@ from recserve.core.plugins import request_error
 from recserve.core.sequence import Sequence
 from recserve.drafters.registry import check_speculation
 from recserve.engine.capture import GraphSet, PrefillGraphs
-from recserve.engine.draft_proposer import DraftProposer
+from recserve.engine.constrained_drafts import ConstrainedDraft, constrain
+from recserve.engine.draft_proposer import DraftProposer, Refusal
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
 from recserve.engine.scheduler import Chunk, Scheduler, service_order
@@ -50,11 +52,11 @@ from recserve.kernels.tree import chain
 from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
-from recserve.speculation.completion import Completion, TextQuery
-from recserve.speculation.draft import empty_draft
+from recserve.speculation.completion import Completion, TextQuery, TokenLogprobs
+from recserve.speculation.draft import TextDraft, empty_draft
 from recserve.speculation.drafter import Drafter, TextOutcome
 from recserve.speculation.logits_processor import TokenCounts
-from recserve.speculation.verifiers.registry import check_rule
+from recserve.speculation.verifiers.registry import check_rule, verifiers
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,8 @@ def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
     Raises:
         PromptTooLong: If the prompt leaves no position for a token of output.
         ValueError: If the prompt is empty, a token id is not in the vocabulary, every token may be
-            banned, or the acceptance rule does not allow the sampling parameters.
+            banned, the acceptance rule does not allow the sampling parameters, or a constrained
+            text would not stop at its end tokens.
     """
     prompt, params = query.prompt, query.params
     positions = config.decoder.max_positions
@@ -109,6 +112,10 @@ def check_query(query: TextQuery, config: LanguageModelConfig) -> None:
             f"of the {config.vocab_size}"
         )
     check_rule(query.speculation.verifier, params)
+    if query.constraint is not None:
+        missing = set(query.constraint.end_tokens).difference(params.stop_token_ids)
+        if missing:
+            raise ValueError(f"stop_token_ids lacks the constraint's end tokens {sorted(missing)}")
 
 
 class InvalidPath(RuntimeError):
@@ -153,6 +160,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self.prefills: PrefillGraphs | None = None
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
+        self._constrains = False  # whether an admitted text may have a constraint
         self._text_groups = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @cached_property
@@ -217,6 +225,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             return False
         if request.deadline_s is not None:
             self._earliest_s = min(self._earliest_s, request.deadline_s)
+        if request.constraint is not None:
+            self._constrains = True
         if not sequence.timing.queue_ms:
             sequence.timing.queue_ms = (time.monotonic() - sequence.submitted_s) * 1e3
         return True
@@ -412,6 +422,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     def readmit(self, sequence: TextSequence) -> bool:
         """Continues a dropped text after the tokens that it has committed."""
         sequence.restart()
+        if sequence.request.constraint is not None:
+            self._constrains = True
         insort(self.preempted, sequence, key=service_order)
         return True
 
@@ -422,6 +434,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             rows = {part.sequence: part.size for part in parts}
             stepping = [s for s in self.running if s.missing == rows.get(s, 0)]
         drafts, refusals = self._proposer.propose(stepping, sum(part.size for part in parts))
+        constrained = self._constrain(drafts, refusals) if self._constrains else None
         if refusals:
             stepping = [s for s in stepping if s in drafts]
             self._end(refusals)
@@ -429,7 +442,48 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             needed = sequence.length + drafts[sequence].num_nodes
             if not self._grow(sequence, needed):
                 drafts[sequence] = empty_draft()
-        return self._text_groups.of(stepping, drafts)
+        if not constrained:
+            return self._text_groups.of(stepping, drafts)
+        for sequence, own in constrained.items():
+            if not self._grow(sequence, sequence.length + own.draft.num_nodes):
+                constrained[sequence] = own = own.without_draft()
+            drafts[sequence] = own.draft
+        return [group.constrained(constrained) for group in self._text_groups.of(stepping, drafts)]
+
+    def _constrain(
+        self, drafts: dict[TextSequence, TextDraft], refusals: list[Refusal]
+    ) -> dict[TextSequence, ConstrainedDraft]:
+        """Returns the drafts of constrained texts, without what is forbidden and with what is sure.
+
+        Args:
+            drafts: The proposed drafts. Those of texts that cannot go on are removed.
+            refusals: Receives these texts with their errors.
+        """
+        texts = [s for s in drafts if s.request.constraint is not None]
+        if not texts:
+            self._constrains = any(s.request.constraint is not None for s in self.admitted)
+        found: dict[TextSequence, ConstrainedDraft] = {}
+        for sequence in texts:
+            request, proposed = sequence.request, drafts[sequence]
+            rule = verifiers()[request.speculation.verifier]
+            try:
+                own = constrain(
+                    sequence.match(),
+                    proposed,
+                    sequence.budget(self.limits.draft_nodes),
+                    self.model.config.vocab_size,
+                    request.params.stop_token_ids,
+                    rule.reads_probs and not request.params.greedy,
+                )
+            except Exception as error:
+                refusals.append((sequence, error))
+                del drafts[sequence]
+                self._proposer.called.discard(sequence)
+                continue
+            found[sequence] = own
+            drafts[sequence] = own.draft
+            self._proposer.note_nodes(own.draft.num_nodes - proposed.num_nodes)
+        return found
 
     def _commit(self, group: TextGroup, outputs: StepOutputs) -> None:
         """Appends the accepted tokens, passes outcomes to the drafters, and ends finished texts.
@@ -439,12 +493,13 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         verified, states, last_hidden = outputs.paths(), outputs.states, outputs.last_hidden
         logits = outputs.logits
         outcomes: dict[int, tuple[Drafter, list[TextOutcome]]] = {}
-        first, hidden = 0, states.final
+        first, hidden, masks = 0, states.final, group.masks
         for number, sequence in enumerate(group.sequences):
             path, tokens = verified.paths[number], verified.tokens[number]
             draft, before = group.drafts[number], len(sequence.context.tokens)
             sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
+            constrained = None if masks is None else masks.drafts.get(number)
             try:
                 sequence.nonfinite |= number in verified.nonfinite
                 if sequence.nonfinite:
@@ -456,7 +511,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     )
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
-                added = sequence.commit(tokens, draft, logprobs)
+                if constrained is None:
+                    added = sequence.commit(tokens, draft, logprobs)
+                else:
+                    nodes = [node - first for node in path]
+                    added = commit_constrained(sequence, constrained, nodes, tokens, logprobs)
             except BaseException as raised:
                 error = request_error(raised)
                 self._end([(sequence, error)])
@@ -468,24 +527,34 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence.mark_computed(before + used, state, ranked)
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
-            if draft.num_nodes:
+            accepted: tuple[int, ...] | None = None
+            if constrained is not None:
+                accepted = constrained.accepted([node - first - 1 for node in path[1:]])
+                if constrained.proposed.num_nodes:
+                    self._proposer.record_outcome(sequence, constrained.proposed, len(accepted))
+            elif draft.num_nodes:
                 self._proposer.record_outcome(sequence, draft, len(path) - 1)
             if ended:
                 self._cache_prefix(sequence)
                 self._end([(sequence, sequence.completion())])
             elif sequence in self._proposer.called:
-                accepted = tuple([node - first - 1 for node in path[1:]])
+                rows = None
+                if constrained is None:
+                    accepted = tuple([node - first - 1 for node in path[1:]])
+                else:
+                    draft, rows = constrained.proposed, constrained.step_rows(first)
                 outcome = TextOutcome(
                     context=sequence.context,
                     draft=draft,
-                    accepted=accepted,
+                    accepted=accepted or (),
                     all_hidden=hidden,
                     all_logits=logits,
                     first=first,
+                    rows=rows,
                 )
                 drafter = sequence.drafter
                 outcomes.setdefault(id(drafter), (drafter, []))[1].append(outcome)
-            first += 1 + draft.num_nodes
+            first += 1 + group.drafts[number].num_nodes
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
 
@@ -570,6 +639,44 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         gone = set(sequences)
         self.running = [s for s in self.running if s not in gone]
         self.preempted = [s for s in self.preempted if s not in gone]
+
+
+def commit_constrained(
+    sequence: TextSequence,
+    constrained: ConstrainedDraft,
+    nodes: Seq[int],
+    tokens: list[int],
+    logprobs: Seq[TokenLogprobs],
+) -> Seq[int]:
+    """Commits tokens of a constrained text, and advances its matcher over them.
+
+    Args:
+        sequence: The text.
+        constrained: Its draft.
+        nodes: Node that each token was drawn at, as `ConstrainedDraft.count_allowed`.
+        tokens: The tokens.
+        logprobs: Their log-probabilities. Empty if not requested.
+
+    Raises:
+        NoTokenLeft: If the text reaches a place where no token is left.
+        ConstraintError: If the matcher meets a limit.
+    """
+    context, params = sequence.context, sequence.request.params
+    written = context.tokens
+    allowed = constrained.count_allowed(nodes, tokens, written, context.num_prompt, params)
+    added: Seq[int] = ()
+    if allowed:
+        added = sequence.commit(tokens[:allowed], constrained.draft, logprobs[:allowed])
+        if sequence.finish_reason is None:
+            matcher = sequence.match()
+            for token in added:
+                matcher.advance(token)
+    if allowed < len(tokens) and sequence.finish_reason is None:
+        raise NoTokenLeft(
+            f"no token is left after {context.num_output} tokens: the constraint allows only "
+            "tokens that bad_words, or min_tokens before the end of the text, ban"
+        )
+    return added
 
 
 def chunks(texts: Iterable[TextSequence], most: int) -> list[Chunk[TextSequence]]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.core.constraint import Matcher
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.speculation.completion import (
@@ -42,6 +43,7 @@ class TextSequence(Sequence):
         num_read: Number of first positions whose states the drafter has received.
         paused: Whether the draft policy grants no draft in this step.
         end: Most committed tokens that the positions and the request allow.
+        matcher: Automaton of the output of a constrained text, from its first step on.
     """
 
     request: TextQuery
@@ -59,6 +61,7 @@ class TextSequence(Sequence):
     finish_reason: FinishReason | None = None
     stop_token: int | None = None
     end: int = field(init=False)
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         self.end = min(self.context.num_prompt + self.request.params.max_tokens, self.limit)
@@ -135,6 +138,14 @@ class TextSequence(Sequence):
         left = self.end - len(self.context.tokens) - 1
         # A draft of n nodes has at most n levels.
         return Budget(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
+
+    def match(self) -> Matcher:
+        """Returns the automaton of the output of a constrained text."""
+        constraint = self.request.constraint
+        assert constraint is not None
+        if self.matcher is None:
+            self.matcher = constraint.start()
+        return self.matcher
 
     def commit(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from recserve.engine.text_trees import drawn_rows
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.acceptance.masks import TokenMasks
 from recserve.kernels.cache import moves as path_moves
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
@@ -162,6 +163,7 @@ class StepInputs:
         counts: Where accepted tokens are counted. None: no text has penalties.
         probs: Distributions that the nodes were drawn from. None: all tokens were chosen.
         rules: [B] number of each text's rule. None: `rule` is that of all texts.
+        masks: Tokens that the constraints of texts allow after each node. None: no text has one.
     """
 
     rule: str
@@ -172,6 +174,7 @@ class StepInputs:
     counts: TokenCounts | None = None
     probs: DraftProbs | None = None
     rules: Tensor | None = None
+    masks: TokenMasks | None = None
 
 
 def text_step(
@@ -193,11 +196,11 @@ def text_step(
     tree, depth, table, texts = batch.tree, inputs.depth, inputs.table, inputs.texts
     logits, past = model.logits(states.final), texts.past(table, inputs.counts)
     fixed = batch.fixed_shapes or batch.slots.is_cuda
-    alone = past is None and (table.greedy or not table.truncates)
+    alone = past is None and (table.greedy or not table.truncates) and inputs.masks is None
     scored = ScoredTrees(
         tree=tree,
         depth=depth,
-        target=LogitsProcessor(logits, tree, depth, table, past, fixed),
+        target=LogitsProcessor(logits, tree, depth, table, past, fixed, inputs.masks),
         seeds=table.seeds,
         lengths=texts.lengths,
         vocab_size=logits.shape[1],
@@ -209,6 +212,9 @@ def text_step(
         rules=inputs.rules,
     )
     accepted = verify(inputs.rule, scored)
+    if inputs.masks is not None:  # a row without a token left draws none
+        bonus = accepted.bonus.clamp(max=logits.shape[1] - 1)
+        accepted = replace(accepted, bonus=bonus, packed=None)
     results = accepted.packed
     if results is None:
         results = acceptance.pack_paths(accepted, tree, logits)

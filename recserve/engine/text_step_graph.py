@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recserve.core.constraint import num_words
 from recserve.engine.capture import (
     CapturedGraph,
     CaptureLimits,
@@ -40,7 +41,7 @@ from recserve.engine.capture import (
 )
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
-from recserve.engine.text_groups import TextGroup
+from recserve.engine.text_groups import GroupMasks, TextGroup
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import (
     StepInputs,
@@ -61,6 +62,7 @@ from recserve.engine.text_trees import (
     pack_trees,
 )
 from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.acceptance.masks import TokenMasks
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.inputs import NodeInputs
@@ -204,6 +206,7 @@ class _StepColumns(Generic[Array]):
         rows, lengths, numbers, last_tokens: As in `TextColumns`.
         rules: [B] number of each text's acceptance rule.
         drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
+        masks: [T] row of each node's mask of allowed tokens. [0] without masks.
     """
 
     trees: Array
@@ -213,6 +216,7 @@ class _StepColumns(Generic[Array]):
     numbers: Array
     rules: Array
     drawn: Array
+    masks: Array
     last_tokens: Array
 
 
@@ -233,6 +237,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         capacity: SamplingCapacity | None,
         heads: RankedHeads | None,
         draft_values: Tensor | None,
+        mask_bits: Tensor | None,
         readers: Seq[Drafter],
     ) -> None:
         """Allocates the buffers.
@@ -249,18 +254,20 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             heads: Heads that rank tokens for the next drafts. None if there are no heads.
             draft_values: [R, V] float32, R >= `shape.drafted`, the buffer for the distributions
                 that drafts were drawn from. None if no draft is drawn.
+            mask_bits: [R, W] int32, R >= `shape.nodes`, the buffer for the masks of constrained
+                texts. None if no text has a constraint.
             readers: Drafters that read states of the target.
         """
         self.runner, self.kv, self.model = runner, kv, model
         self.counts, self.last_hidden = counts, last_hidden
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
-        self.readers = readers
+        self.mask_bits, self.readers = mask_bits, readers
         device = kv.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
-        has_values = self.draft_values is not None
-        size = (5 + has_values) * self.shape.nodes + 1 + texts * (5 + past)
+        some = (self.draft_values is not None) + (mask_bits is not None)
+        size = (5 + some) * self.shape.nodes + 1 + texts * (5 + past)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
         self._columns = self._split(self._block)
@@ -268,6 +275,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         self._table = self._make_table([], device)
         self._texts: Seq[TextSequence] = ()
         self._host_columns.lengths[:] = 1
+        self._host_columns.masks[:] = -1
+        self._has_masks = False
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
     def load(self, group: TextGroup) -> None:
@@ -288,9 +297,21 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         if group.table.bad_words is not None:
             width = columns.last_tokens.shape[1]
             columns.last_tokens[:count] = [last_committed(context, width) for context in contexts]
+        if group.masks is not None or self._has_masks:
+            self._load_masks(group.masks)
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
         trees = pack_trees(group.last_tokens, group.drafts, group.sizes, nodes, texts)
         self._fill(trees, group.drafts)
+
+    def _load_masks(self, masks: GroupMasks | None) -> None:
+        """Writes the masks of a group. None: no text of it has a constraint."""
+        rows, self._has_masks = self._host_columns.masks, masks is not None
+        rows[:] = -1
+        if masks is not None:
+            assert self.mask_bits is not None
+            rows[: len(masks.rows)] = masks.rows
+            bits = torch.from_numpy(masks.bits)
+            self.mask_bits[: len(masks.bits)].copy_(bits, non_blocking=True)
 
     def __call__(self) -> StepOutputs:
         """Runs the step on the loaded group.
@@ -313,7 +334,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         batch = TreeBatch(tree, None, slots, prefixes, fillers=1, fixed_shapes=True)
         aux_states = aux_states_for(self.readers)
         hidden = self.runner.compute(batch, NodeInputs(tree.tokens), aux_states=aux_states)
-        c, values = columns, self.draft_values
+        c, values, bits = columns, self.draft_values, self.mask_bits
         inputs = StepInputs(
             rule=self.rule,
             depth=self.shape.depth,
@@ -323,6 +344,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             counts=None if self.capacity is None else self.counts,
             probs=None if values is None else DraftProbs(values, c.drawn),
             rules=c.rules,
+            masks=None if bits is None else TokenMasks(bits, c.masks),
         )
         (states,) = split_states([hidden], aux_states)
         outputs = text_step(self.model, self.runner.pool, batch, inputs, states)
@@ -355,8 +377,9 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
     def _split(self, block: Array) -> _StepColumns[Array]:
         """Returns the columns as views of a buffer."""
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
-        some = 0 if self.draft_values is None else nodes
-        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, some]
+        drawn = 0 if self.draft_values is None else nodes
+        masked = 0 if self.mask_bits is None else nodes
+        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, drawn, masked]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
         return _StepColumns(
@@ -367,7 +390,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             numbers=parts[4],
             rules=parts[5],
             drawn=parts[6],
-            last_tokens=parts[7].reshape(texts, -1),
+            masks=parts[7],
+            last_tokens=parts[8].reshape(texts, -1),
         )
 
     def _make_table(
@@ -425,6 +449,8 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         self._draws = any(drafter.draws for drafter in drafters.values())
         self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
+        words = num_words(vocabulary)
+        self._mask_bits = torch.zeros(largest, words, dtype=torch.int32, device=weight.device)
         buckets = self._buckets(limits.shapes)
         graphs = self.capture(buckets, self._build, lambda bucket: bucket.bytes(vocabulary)) or []
         graphs.sort(key=lambda graph: (graph.shape.nodes, graph.shape.sequences))
@@ -469,6 +495,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             capacity=self.capacity if kind.all_parameters else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],
             draft_values=self._probs_buffer(bucket.shape) if drawn else None,
+            mask_bits=self._mask_bits if kind.all_parameters else None,
             readers=self._readers,
         )
 
@@ -514,6 +541,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         all_parameters = self._needs_all_parameters(group)
         if all_parameters is None:
             return "parameters"
+        all_parameters |= group.masks is not None
         texts, depth = len(group.sizes), group.depth
         nodes = texts + sum(group.sizes)
         for kind in self._kinds(group, all_parameters):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from recserve.core.plugins import Pluggable
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
+from recserve.kernels.host import on_device
 from recserve.kernels.tree_batch import Prefixes
 from recserve.models.adapters import DecoderAdapter
 from recserve.models.language_model import LanguageModel
@@ -100,6 +101,8 @@ class TextOutcome:
         all_hidden: [T, E] hidden states of the whole step. The next step may overwrite this memory.
         all_logits: [T, V] raw logits of the whole step. The next step may overwrite this memory.
         first: Row of node 0 in `all_hidden` and `all_logits`.
+        rows: Row of node 0 and of each node of the draft. None: they follow `first`. A node that
+            was not scored, because a constraint forbids it, has the row of node 0.
     """
 
     context: TextContext
@@ -108,15 +111,20 @@ class TextOutcome:
     all_hidden: Tensor
     all_logits: Tensor
     first: int = 0
+    rows: tuple[int, ...] | None = None
 
     @property
     def hidden(self) -> Tensor:
         """[1 + n, E] hidden states of the target at node 0 and at every draft node."""
+        if self.rows is not None:
+            return self.all_hidden[on_device(self.rows, self.all_hidden.device)]
         return self.all_hidden[self.first : self.first + 1 + len(self.draft)]
 
     @property
     def logits(self) -> Tensor:
         """[1 + n, V] raw logits of the target at node 0 and at every draft node."""
+        if self.rows is not None:
+            return self.all_logits[on_device(self.rows, self.all_logits.device)]
         return self.all_logits[self.first : self.first + 1 + len(self.draft)]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.kernels.acceptance.masks import TokenMasks
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.speculation import sampling
@@ -131,6 +132,7 @@ class LogitsProcessor:
         past: Committed tokens as the parameters need them; None if `table.plain`.
         fixed_shapes: True to avoid every host synchronisation, so that shapes depend on T, B, V and
             depth alone.
+        masks: Tokens that may follow each node. None: all may follow all nodes.
     """
 
     logits: Tensor
@@ -139,6 +141,7 @@ class LogitsProcessor:
     table: SamplingTable
     past: Past | None
     fixed_shapes: bool = False
+    masks: TokenMasks | None = None
 
     def __call__(self, nodes: Tensor) -> Tensor:
         """Returns the processed logits of some nodes.
@@ -154,6 +157,8 @@ class LogitsProcessor:
         table = self.table
         rows = self.logits[nodes]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        if self.masks is not None:
+            self.masks.apply(rows, nodes)
         if table.greedy and table.plain:
             return rows
         # Tree b owns the nodes offsets[b] : offsets[b + 1].

@@ -13,7 +13,7 @@ from contextlib import redirect_stdout
 import triton
 from triton.backends.compiler import GPUTarget
 
-from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
+from recserve.kernels.acceptance import triton_accept, triton_accept_drawn, triton_masks
 from recserve.kernels.attention import triton_attention, triton_launch
 from recserve.kernels.cache import triton_moves
 from recserve.kernels.layers import triton_norms, triton_rope_write
@@ -109,6 +109,13 @@ def drawn_acceptance(kinds_of_nodes, small):
     yield triton_accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
 
 
+def masks():
+    """Returns the kernel that applies masks of tokens."""
+    return triton_masks.ban_kernel, {"BLOCK": triton_masks.BLOCK}, {
+        "logits": "*fp32", "bits": "*i32", "vocabulary": "i32", "words": "i32"
+    }  # fmt: skip
+
+
 def small_kernels(dtype):
     """Yields the variants of the small kernels for one dtype."""
     for fp8 in (False, True):
@@ -172,6 +179,7 @@ def forms(capability):
     yield attention("bf16", 256, 2, limits=True)
     yield merge("bf16", 128)
     yield from acceptance("bf16", True)
+    yield masks()
     yield from small_kernels("bf16")
     yield trie("bf16", triton_topk.EXCLUDED, triton_topk.AT_ONCE)
     yield trie_sums("fp32", False)

@@ -1,4 +1,4 @@
-"""Greedy acceptance in C (accept.c)."""
+"""Greedy acceptance (accept.c) and masks of tokens (masks.c) in C."""
 
 from __future__ import annotations
 
@@ -26,3 +26,17 @@ def greedy_paths(logits: Tensor, tree: TokenTree, max_depth: int) -> Tensor:
         found.data_ptr(),
     )
     return found
+
+
+def ban_masked(logits: Tensor, bits: Tensor, rows: Tensor) -> None:
+    """Runs `masks.ban_masked_reference` in C."""
+    if bits.shape[0]:
+        rows = rows.contiguous()
+        compiled().ban_masked(
+            logits.data_ptr(),
+            bits.data_ptr(),
+            rows.data_ptr(),
+            logits.shape[0],
+            logits.shape[1],
+            bits.shape[1],
+        )

@@ -31,6 +31,7 @@ SIGNATURES = {
     "tree_attention": (INT, P, P, P, P, P, N, N, N, N, FLOAT, FLOAT, INT),
     "decoder_layers": (INT, P, N, P, P, N, P, P, P, P, P, N, P, N, INT, P, P),
     "greedy_paths": (INT, P, N, P, P, P, P, N, N, P),
+    "ban_masked": (P, P, P, N, N, N),
     "move_paths": (P, P, P, P, P, N, N, N, N, N),
     "trie_search": (P,),
     "trie_layout": (P,),

@@ -60,7 +60,8 @@ def draw_tokens(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     Returns:
         [m] tokens.
     """
-    possible = int((logits > float("-inf")).sum(1).max())
+    # A row may have no token left. Whoever knows why ends its text, whatever is drawn.
+    possible = max(int((logits > float("-inf")).sum(1).max()), 1)
     if possible > logits.shape[1] // SPARSE_NOISE_DIVISOR:
         return largest(logits + gumbel(seeds, positions, logits.shape[1]))
     # Noise for the whole vocabulary costs more than finding the few possible tokens. Each of them

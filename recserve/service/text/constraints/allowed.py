@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.core.constraint import Constraint, Matcher, has_token, mask_of
+from recserve.core.constraint import Constraint, Matcher, mask_of
 
 
 class AllowedTokens:
@@ -41,12 +41,6 @@ class AllowedTokens:
     def fork(self) -> AllowedTokens:
         """Returns a matcher of the same state."""
         return AllowedTokens(self.mask, None if self.inner is None else self.inner.fork())
-
-    def forced(self) -> Sequence[int]:
-        """Returns the tokens that must follow, up to the first one that is not allowed."""
-        forced = () if self.inner is None else self.inner.forced()
-        banned = [n for n, token in enumerate(forced) if not has_token(self.mask, token)]
-        return forced[: banned[0]] if banned else forced
 
 
 class AllowedConstraint:

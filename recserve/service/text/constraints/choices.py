@@ -96,16 +96,3 @@ class ChoiceMatcher:
     def fork(self) -> ChoiceMatcher:
         """Returns a matcher of the same place."""
         return ChoiceMatcher(self._trie, list(self._path))
-
-    def forced(self) -> list[int]:
-        """Returns the tokens up to the next place where choices part or one ends."""
-        node, forced = self._path[-1], list[int]()
-        while not self._trie.is_end(node):
-            tokens = self._trie.following(node)[0]
-            if len(tokens) != 1:
-                break
-            forced.append(int(tokens[0]))
-            child = self._trie.child(node, forced[-1])
-            assert child is not None
-            node = child
-        return forced

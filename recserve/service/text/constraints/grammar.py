@@ -179,10 +179,6 @@ class GrammarMatcher:
         """Returns a matcher of the same state."""
         return GrammarMatcher(self._grammar, self._inner.deep_copy(), list(self._tokens), True)
 
-    def forced(self) -> list[int]:
-        """Returns the tokens that must follow."""
-        return self._inner.compute_ff_tokens()
-
     def is_dead(self) -> bool:
         """Returns whether no text can go on from here, nor end here."""
         return self._inner.is_stopped() and not self._inner.is_accepting()

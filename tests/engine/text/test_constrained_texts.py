@@ -1,0 +1,93 @@
+"""Constrained texts: the same with any draft, in any batch, at any temperature, and valid."""
+
+import json
+from dataclasses import replace
+
+import jsonschema_rs
+import numpy as np
+import pytest
+
+from recserve.core.constraint import NoTokenLeft
+from recserve.drafters.none import NoDrafter
+from recserve.speculation.sampling_params import Speculation
+from tests.support.constrained_texts import (
+    GRAMMARS,
+    SCHEMAS,
+    drawn_query,
+    plain_constrained,
+    read,
+)
+from tests.support.grids import chosen
+from tests.support.recorded_steps import SHAPES, Counted, with_graphs
+from tests.support.text_engines import MAKERS, assert_no_leak, engine_for, shared_model
+
+UNDRAFTED = Speculation("none", num_tokens=0)
+EVERY = {"none": lambda m: NoDrafter()} | MAKERS
+
+
+def results(engine, queries):
+    """Returns the completion or the error of each request, all of them together."""
+    futures = [engine.submit(query) for query in queries]
+    while engine.step():
+        pass
+    return [future.exception(0) or future.result(0) for future in futures]
+
+
+def outcome(result):
+    """Returns what a text may not differ in."""
+    if isinstance(result, Exception):
+        return type(result), str(result)
+    logprobs = [(t.chosen, t.top_tokens) for t in result.logprobs]
+    return result.tokens.tolist(), result.finish_reason, result.stop_token, len(logprobs)
+
+
+def check_valid(name, query, result):
+    """Asserts that a text that ended by itself fulfils its schema. Returns whether it ended."""
+    ended = not isinstance(result, Exception) and result.stop_token is not None
+    if ended and name in SCHEMAS and query.params.stop_token_ids == (result.stop_token,):
+        schema = json.loads(GRAMMARS[name].text)
+        validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+        assert validator.is_valid(json.loads(read(result.tokens))), read(result.tokens)
+    return ended
+
+
+@pytest.mark.parametrize("drafter", chosen(list(EVERY), "none", "suffix", "draft_model"))
+def test_a_constrained_text_is_that_without_drafts(drafter):
+    random = np.random.default_rng(list(EVERY).index(drafter))
+    model = shared_model()
+    names = [*GRAMMARS, *GRAMMARS]
+    queries = [drawn_query(random, name, Speculation(drafter)) for name in names]
+    wanted = results(engine_for(model, 2000), [replace(q, speculation=UNDRAFTED) for q in queries])
+    engine = engine_for(model, 60, {drafter: EVERY[drafter](model)})  # pages for a few: preemption
+    found = results(engine, queries)
+    assert list(map(outcome, found)) == list(map(outcome, wanted))
+    ended = [check_valid(*case) for case in zip(names, queries, found, strict=True)]
+    assert sum(ended) > len(ended) / 3
+    assert all(isinstance(one, NoTokenLeft) for one in found if isinstance(one, Exception))
+    texts = [one for one in found if not isinstance(one, Exception)]
+    assert sum(one.timing.forwards for one in texts) < sum(len(one.tokens) for one in texts)
+    assert_no_leak(engine)
+
+
+@pytest.mark.parametrize("drafter", chosen(list(EVERY), "merged"))
+def test_captured_steps_write_constrained_texts(drafter):
+    """Beside free texts, whose rows have no mask, and after a step without any mask."""
+    random = np.random.default_rng(7 + list(EVERY).index(drafter))
+    model, counted = shared_model(), Counted()
+    queries = [drawn_query(random, name, Speculation(drafter)) for name in GRAMMARS]
+    queries[::5] = [replace(query, constraint=None) for query in queries[::5]]
+    wanted = results(engine_for(model, 2000), [replace(q, speculation=UNDRAFTED) for q in queries])
+    engine = with_graphs(model, counted, SHAPES[2:], 200, {drafter: EVERY[drafter](model)})
+    assert list(map(outcome, results(engine, queries))) == list(map(outcome, wanted))
+    assert list(map(outcome, results(engine, queries[::5]))) == list(map(outcome, wanted[::5]))
+    assert counted.replays > 5
+    assert_no_leak(engine)
+
+
+def test_a_constrained_text_is_that_of_plain_decoding():
+    random, model = np.random.default_rng(5), shared_model()
+    queries = [drawn_query(random, name, UNDRAFTED) for name in GRAMMARS]
+    found = results(engine_for(model, 2000), queries)
+    for query, one in zip(queries, found, strict=True):
+        if not isinstance(one, Exception):
+            assert one.tokens.tolist() == plain_constrained(model, query), query
