@@ -380,7 +380,7 @@ class Api:
         "POST /v1/completions",
         event=t.CompletionResponse,
         queue=TEXT,
-        errors=(*LANGUAGE, "unfit_draft"),
+        errors=(*LANGUAGE, "unfit_draft", "constraint_failed"),
         invalid_status=400,
     )
     def complete(
@@ -392,7 +392,7 @@ class Api:
         "POST /v1/chat/completions",
         event=t.ChatChunk,
         queue=TEXT,
-        errors=(*LANGUAGE, "unfit_draft"),
+        errors=(*LANGUAGE, "unfit_draft", "constraint_failed"),
         invalid_status=400,
     )
     def chat(self, body: t.ChatRequest, deadline_s: float | None = None) -> t.ChatResponse:

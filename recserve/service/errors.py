@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from recserve.core.constraint import ConstraintError
 from recserve.core.errors import TooManyQueries
 from recserve.engine.scheduler import RequestTooLarge
 from recserve.schemas.items import (
@@ -84,6 +85,7 @@ REFUSALS: dict[type[Exception], Refusal] = {
     RequestTooLarge: Refusal(INVALID_STATUS, INVALID, "request_too_large"),
     TooManyQueries: Refusal(INVALID_STATUS, INVALID, "request_too_large"),
     UnfitDraft: Refusal(INVALID_STATUS, INVALID, "unfit_draft"),
+    ConstraintError: Refusal(INVALID_STATUS, INVALID, "constraint_failed"),
     UnfitRule: Refusal(INVALID_STATUS, INVALID, "unfit_draft"),
 }
 

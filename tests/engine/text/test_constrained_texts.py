@@ -38,7 +38,7 @@ def outcome(result):
     if isinstance(result, Exception):
         return type(result), str(result)
     logprobs = [(t.chosen, t.top_tokens) for t in result.logprobs]
-    return result.tokens.tolist(), result.finish_reason, result.stop_token, len(logprobs)
+    return tuple(result.tokens.tolist()), result.finish_reason, result.stop_token, len(logprobs)
 
 
 def check_valid(name, query, result):

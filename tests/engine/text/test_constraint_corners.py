@@ -1,0 +1,191 @@
+"""Constrained texts at their edges: no token left, limits, sure tokens, and the other rules."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from recserve.core.constraint import Choices, ConstraintError, Grammar, NoTokenLeft
+from recserve.service.text.constraints.grammar import CompiledGrammar
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.engine.text.test_constrained_texts import UNDRAFTED, outcome, results
+from tests.support.constrained_texts import (
+    END,
+    GRAMMARS,
+    an_object,
+    compiler,
+    masks,
+    read,
+    tokenizer,
+)
+from tests.support.grids import chosen
+from tests.support.text_engines import MAKERS, engine_for, shared_model
+from tests.support.text_plain import TableDrafter, last_logits, processed
+
+AB, CD = Choices(("abcd",)), Grammar("regex", "(ab|cd){2}")
+
+
+def query(wanted, speculation=UNDRAFTED, allowed=None, prompt=(3, 1, 4), **params):
+    """Returns a request under a constraint."""
+    constraint = compiler().compile("grammar", wanted, allowed)
+    usual = {"temperature": 1.0, "max_tokens": 40, "stop_token_ids": (END,)}
+    return TextQuery(
+        np.array(prompt), SamplingParams(**usual | params), speculation, constraint=constraint
+    )
+
+
+def tokens_of(text):
+    return tokenizer().encode_literal(text)
+
+
+def with_drafts(model, one):
+    """Returns the results of a request with every kind of draft, and without any."""
+    found = results(engine_for(model), [one])
+    text = [] if isinstance(found[0], Exception) else found[0].tokens.tolist()
+    table = {tuple(one.prompt.tolist()): [*text, END]}
+    drafters = {"table": TableDrafter("mixed", table), "suffix": MAKERS["suffix"](model)}
+    engine = engine_for(model, drafters=drafters)
+    drafted = [replace(one, speculation=Speculation(name)) for name in ("none", *drafters)]
+    return found + results(engine, drafted)
+
+
+@pytest.mark.parametrize(
+    "wanted,allowed,params",
+    [
+        (AB, None, {"bad_words": ((tokens_of("cd")[0],),)}),
+        (CD, None, {"bad_words": tuple((t,) for t in {*tokens_of("c"), *tokens_of("12")})}),
+        (AB, None, {"min_tokens": 30}),
+        (AB, tokens_of("12"), {}),
+        (AB, tokens_of("abcd"), {}),  # the end token is not allowed
+        (CD, tokens_of("ab"), {"temperature": 0.0}),
+    ],
+)
+def test_a_text_without_a_token_left_ends_by_name(wanted, allowed, params):
+    found = with_drafts(shared_model(), query(wanted, allowed=allowed, **params))
+    kinds = set(map(outcome, found))
+    assert len(kinds) == 1
+    if wanted == CD and not allowed:  # the text may still go round the banned words
+        return
+    assert all(isinstance(one, NoTokenLeft) for one in found)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_bias_bans_no_forced_token(temperature):
+    bias = {token: -1e9 for token in {*tokens_of("abcd"), END}}
+    found = with_drafts(shared_model(), query(AB, logit_bias=bias, temperature=temperature))
+    assert {read(one.tokens) for one in found} == {"abcd"}
+
+
+def test_allowed_tokens_alone_never_end():
+    found = with_drafts(shared_model(), query(None, allowed=tokens_of("12a"), max_tokens=9))
+    assert {len(one.tokens) for one in found} == {9}
+    assert set(found[0].tokens.tolist()) <= {*tokens_of("12"), *tokens_of("a"), *tokens_of("1")}
+    assert len(set(map(outcome, found))) == 1
+
+
+def test_sure_tokens_need_no_drafter_and_no_steps():
+    key = an_object(abcdefil={"type": "boolean"})
+    plain, forced = results(
+        engine_for(shared_model()), [query(key), query(key, Speculation("none"))]
+    )
+    assert plain.tokens.tolist() == forced.tokens.tolist()
+    assert plain.timing.forwards == len(plain.tokens) + 1
+    assert forced.timing.forwards <= 3  # to `t` or `f`, and to the end
+    assert forced.counts.num_accepted_tokens > 5
+    short = query(key, Speculation("none", num_tokens=2))
+    assert results(engine_for(shared_model()), [short])[0].timing.forwards > 4
+
+
+@pytest.mark.parametrize("states", chosen([30, 45, 60], "30"))
+def test_a_limit_ends_the_text_that_meets_it_and_no_other(states, monkeypatch):
+    """Where a text meets it does not depend on drafts, or on texts of the same grammar."""
+    limits = "recserve.service.text.constraints.grammar.LIMITS"
+    monkeypatch.setitem(
+        pytest.importorskip(limits.rpartition(".")[0]).LIMITS, "max_lexer_states", states
+    )
+    fresh = type(compiler())(tokenizer(), compiler().vocab_size, (END,))
+    pattern = {"type": "string", "pattern": "^[a-e]{2,9}(ab|cd)[0-9]+$", "maxLength": 20}
+    constraint = fresh.compile("grammar", an_object(a=pattern))
+    queries = [
+        replace(query(AB, seed=seed, temperature=1.3), constraint=constraint) for seed in range(8)
+    ]
+    model = shared_model()
+    wanted = [outcome(results(engine_for(model), [one])[0]) for one in queries]
+    engine = engine_for(model, drafters={"draft_model": MAKERS["draft_model"](model)})
+    drafted = [replace(one, speculation=Speculation("draft_model")) for one in queries]
+    assert list(map(outcome, results(engine, drafted))) == wanted
+    if states == 30:
+        assert any(kind[0] is ConstraintError for kind in wanted)
+    assert isinstance(constraint, CompiledGrammar)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in GRAMMARS.items() if isinstance(one, Grammar)]
+)
+def test_masks_are_those_of_brute_force(name):
+    """A token may follow if its bytes may, one after another."""
+    one = GRAMMARS[name]
+    rule = one.text if one.kind == "lark" else None
+    if one.kind == "regex":
+        rule = f"start: /{one.text}/"
+    elif one.kind == "json_schema":
+        options = (
+            '"x-guidance": {"whitespace_flexible": false, "json_allowed_escapes": "nrbtf\\\\\\""}'
+        )
+        rule = f"start: %json {one.text[:-1]}, {options}}}"
+    text = Grammar("lark", '%llguidance {"no_forcing": true}\n' + rule)
+    constraint, random = compiler().compile("grammar", text), np.random.default_rng(1)
+    spelled = [tokenizer().all_bytes[token].decode() for token in range(END - 1)]
+    for _ in range(4):
+        tokens: list[int] = []
+        while len(tokens) < 30:
+            mask = masks(constraint, tokens)
+            for token, own in enumerate(spelled):
+                single, there = [spelled.index(letter) for letter in own], True
+                for n in range(len(single)):
+                    there = there and masks(constraint, [*tokens, *single[:n]])[single[n]]
+                assert mask[token] == there, (read(tokens), own)
+            token = int(random.choice(np.flatnonzero(mask)))
+            if token == END:
+                break
+            tokens.append(token)
+
+
+def law(model, wanted, prompt):
+    """Returns the probability of each text of a finite constraint."""
+    constraint, params = compiler().compile("grammar", wanted), SamplingParams()
+    found, waiting = {}, [((), 1.0)]
+    while waiting:
+        tokens, mass = waiting.pop()
+        raw = last_logits(model, [*prompt, *tokens])
+        raw[~torch.from_numpy(masks(constraint, tokens))] = -torch.inf
+        row = torch.tensor(processed(raw, [*prompt, *tokens], len(prompt), params))
+        for token, p in enumerate(row.softmax(0).tolist()):
+            if token == END and p:
+                found[tokens] = mass * p
+            elif p:
+                waiting.append(((*tokens, token), mass * p))
+    return found
+
+
+@pytest.mark.parametrize("rule", chosen(["rejection", "multi_step", "block"], "multi_step"))
+def test_other_rules_keep_the_law_of_the_masked_target(rule):
+    """Chi-square over all texts of a grammar; drafts are drawn and mostly forbidden."""
+    model, count, prompt = shared_model(), 600, (7, 7, 2)
+    wanted = Grammar("regex", "(ab|[a-e]){1,2}[12]?")
+    drafting = Speculation("draft_model", rule)
+    engine = engine_for(model, 2000, {"draft_model": MAKERS["draft_model"](model)})
+    queries = [query(wanted, drafting, prompt=prompt, seed=seed) for seed in range(count)]
+    counted = Counter(tuple(one.tokens.tolist()) for one in results(engine, queries))
+    expected = law(model, wanted, prompt)
+    assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
+    assert counted.keys() <= expected.keys()
+    often = [text for text in expected if count * expected[text] >= 5]
+    seen = [counted[text] for text in often]
+    means = [count * expected[text] for text in often]
+    seen, means = [*seen, count - sum(seen)], [*means, count - sum(means)]
+    assert stats.chisquare(seen, means).pvalue > 1e-4
