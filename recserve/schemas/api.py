@@ -96,8 +96,8 @@ class Operation(Generic[P, A]):
             on arrival.
         errors: Codes of errors beyond those that follow from the other columns.
         repeatable: Whether a request with this body may be sent again after the server began it.
-        per_process: Changes something that other processes do not see; items only if the servers
-            do not share their log.
+        per_process: Changes something that other processes do not see; items and experiments only
+            if the servers do not share a catalogue.
         described: Stands in /openapi.json.
     """
 
@@ -131,6 +131,11 @@ class Operation(Generic[P, A]):
     def items(self) -> bool:
         """Reads or changes the items of the catalogue."""
         return self.path.startswith("/v1/items")
+
+    @property
+    def sharable(self) -> bool:
+        """Is about what several servers have together if they share a catalogue."""
+        return self.items or self.path.startswith("/admin/experiments")
 
     @property
     def text(self) -> bool:

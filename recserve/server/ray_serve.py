@@ -136,12 +136,12 @@ class SharedChangesOnly:
         """Passes a request on. Raises NotShared for a change that other replicas do not see."""
         operation = context_of(scope).operation if scope["type"] == "http" else None
         if operation is not None and operation.per_process:
-            if not operation.items:
+            if not operation.sharable:
                 raise NotShared("this changes one replica only: deploy the change to all of them")
             if not self.shared_catalog:
                 raise NotShared(
-                    "this changes the items of one replica only: set catalog_log to redis, so that "
-                    "replicas share one catalogue"
+                    "this changes one replica only: set catalog_log to redis, so that replicas share "
+                    "one catalogue and its experiments"
                 )
         await self.app(scope, receive, send)
 

@@ -37,7 +37,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -101,6 +101,9 @@ from recserve.service.errors import CatalogBehind, CatalogConflict, UnknownItem,
 from recserve.service.history import EPOCH, MICROSECOND, History
 from recserve.service.snapshot import POPULAR, Snapshot
 
+if TYPE_CHECKING:
+    from recserve.service.shared_popularity import SharedPopularity
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -141,6 +144,7 @@ class LiveCatalog:
             arrive after the replacement. None before that.
         recent: Ids of the items that have changed since this service began to answer.
         counts_file: File of the live counts of events; None keeps them in memory only.
+        shared_counts: Counts events together with other servers; None counts them here.
         counting: Held while events are counted, and while another catalogue takes the counts.
     """
 
@@ -169,6 +173,7 @@ class LiveCatalog:
         self.successor: LiveCatalog | None = None
         self.recent: set[str] = set()
         self.counts_file: Path | None = None
+        self.shared_counts: SharedPopularity | None = None
         self.counting = threading.Lock()
         self._bundle, self._engine = bundle, engine
         self._ranking = None if snapshot.ranking is None else LiveRanking(snapshot.ranking)
@@ -442,6 +447,8 @@ class LiveCatalog:
         for thread in (self._folding, self._condensing):
             if thread is not None:
                 thread.join()
+        if self.shared_counts is not None:
+            self.shared_counts.close()
         self._save_counts()
         if self.journal is not None:
             self.journal.close()
@@ -455,6 +462,9 @@ class LiveCatalog:
         """
         with self.counting:
             successor = self.successor
+            if successor is None and self.shared_counts is not None:
+                self.shared_counts.add(keys, times_us)
+                return
             if successor is None:
                 items = self._current.items
                 rows = items.rows_of_keys(np.array(keys, np.uint64))
@@ -488,7 +498,9 @@ class LiveCatalog:
         self._current.popularity.load(saved.counts[known], first, saved.since_us)
 
     def take_counts(self, other: LiveCatalog) -> None:
-        """Continues the counts of another catalogue, and their file."""
+        """Continues the counts of another catalogue, and their file; shared ones are in Redis."""
+        if self.shared_counts is not None:
+            return
         self.set_counts(other.read_counts())
         self.counts_file, other.counts_file = other.counts_file, None
         self._counts_changed = True

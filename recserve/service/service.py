@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -72,7 +72,7 @@ from recserve.service.model_loader import (
     model_fields,
     resolve_device,
 )
-from recserve.service.options import FILE, REDIS, ServiceOptions
+from recserve.service.options import FILE, REDIS, CatalogLogOptions, ServiceOptions
 from recserve.service.pending import earlier_deadline
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
 from recserve.service.prewarm import Prewarm
@@ -88,6 +88,8 @@ from recserve.service.text.model import TextModel
 # Name of the scorer that each model implements.
 SCORER_OF = {"ranker": "ranker", "recommender": "likelihood"}
 Fields = Mapping[str, Any]
+if TYPE_CHECKING:
+    from recserve.service.shared_popularity import SharedPopularity
 
 
 class Service:
@@ -253,7 +255,10 @@ class Service:
             catalog.open_tools()
             bundle.check_unchanged()  # before the journal and the store are written
             catalog.replay()
-            if starts:  # otherwise the counts come with `hand_over`
+            if options.catalog_log.place != FILE:
+                catalog.shared_counts = _open_popularity(bundle, options, url, catalog)
+                catalog.shared_counts.start()
+            elif starts:  # otherwise the counts come with `hand_over`
                 catalog.load_counts(counts_file(url, journal))
             histories.import_events(bundle, only_new_users=not starts)
             opened.pop_all()
@@ -618,11 +623,33 @@ def _open_log(
     # Only servers that share their items need the package redis.
     from recserve.features.catalog.redis_log import open_log
 
-    url = split_ttl(store)[0] if wanted.place == REDIS else wanted.place
+    url = _redis_of(wanted, store)
     try:
         return open_log(url, bundle.catalog(), wanted.name, wanted.wait_replicas)
     except ValueError as error:
         raise ValueError(f"catalog_log: {error}") from None
+
+
+def _redis_of(wanted: CatalogLogOptions, store: str) -> str:
+    """Returns the URL of the Redis that has a shared log."""
+    return split_ttl(store)[0] if wanted.place == REDIS else wanted.place
+
+
+def _open_popularity(
+    bundle: Bundle, options: ServiceOptions, store: str, catalog: LiveCatalog
+) -> SharedPopularity:
+    """Returns what counts events together with the servers that share the items."""
+    # Only servers that share their items need the package redis.
+    from recserve.features.catalog.redis_popularity import open_popularity
+    from recserve.service.shared_popularity import SharedPopularity
+
+    shared = open_popularity(
+        _redis_of(options.catalog_log, store),
+        options.catalog_log.name,
+        options.popular_half_life_s,
+        bundle.manifest.catalog_version,
+    )
+    return SharedPopularity(shared, catalog.current.popularity, lambda: catalog.current.items)
 
 
 def _signer(options: ServiceOptions, replaced: Service | None) -> Signer:

@@ -6,6 +6,9 @@ one time, `since_us`, and an event counts `2 ** ((time - since_us) / half_life)`
 
 Items start with their number of training events. Counts belong to an item's first row, so they
 outlive a new vector of the item and a rollback.
+
+Servers that count together have their counts in Redis (`redis_popularity.py`), and give what they
+read to `follow` and `put`. Equal counts are in order of the rows, however they came about.
 """
 
 from __future__ import annotations
@@ -83,7 +86,8 @@ class Popularity:
         """
         self.half_life_s = half_life_s
         self.since_us = self.latest_us = time.time_ns() // 1000 if now_us is None else now_us
-        self._counts = np.array(trained, np.float64)
+        self._trained = self._base = np.array(trained, np.float64)
+        self._counts = self._base.copy()
         # All rows in order, except for those of `_touched`: their counts have changed since.
         self._order: np.ndarray | None = None
         self._touched: list[np.ndarray] = []
@@ -104,10 +108,7 @@ class Popularity:
             self._rebase()
             weights = np.exp2((times_us - self.since_us) / (self.half_life_s * 1e6))
             np.add.at(self._counts, rows, weights)
-            if self._order is not None:
-                self._touched.append(rows)
-                if sum(map(len, self._touched)) > MAX_TOUCHED:
-                    self._order, self._touched = self._merge(self._order.size), []
+            self._touch(rows)
 
     def at(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n] float64 counts of first rows as of `latest_us`."""
@@ -120,7 +121,7 @@ class Popularity:
     def best(self, count: int) -> np.ndarray:
         """Returns `count` int64 rows, most popular first; fewer if there are no more.
 
-        They are first rows of items, hidden ones included. Ties keep the order that they had.
+        They are first rows of items, hidden ones included. Equal counts are in order of the rows.
         """
         with self._lock:
             if self._order is None:
@@ -148,6 +149,38 @@ class Popularity:
             self._counts[rows] = counts
             self._order, self._touched = None, []
 
+    def follow(self, since_us: int, begin_us: int) -> None:
+        """Begins to show the counts of several servers, with the training events only.
+
+        Args:
+            since_us: Time as of which `put` gives counts, in microseconds since 1970.
+            begin_us: Time as of which the training events count.
+        """
+        with self._lock:
+            passed = (begin_us - since_us) / (self.half_life_s * 1e6)
+            self._base = self._trained * 2.0**passed
+            self.since_us, self.latest_us = since_us, begin_us
+            self._counts = np.zeros_like(self._counts)
+            self._counts[: self._base.size] = self._base
+            self._order, self._touched = None, []
+
+    def put(self, rows: np.ndarray, counts: np.ndarray, latest_us: int) -> None:
+        """Sets the counts of events of some items, beside their training events.
+
+        Args:
+            rows: [n] first row of each item.
+            counts: [n] float64 counts of all servers as of `since_us`.
+            latest_us: Time of the newest event of all servers.
+        """
+        with self._lock:
+            self.latest_us = max(self.latest_us, latest_us)
+            if not rows.size:
+                return
+            self._grow(int(rows.max()) + 1)
+            known = np.minimum(rows, self._base.size - 1)
+            self._counts[rows] = np.where(rows == known, self._base[known], 0.0) + counts
+            self._touch(rows)
+
     def read(self) -> tuple[np.ndarray, int]:
         """Returns a copy of all counts as of `latest_us`, and that time."""
         with self._lock:
@@ -160,6 +193,13 @@ class Popularity:
         if passed > MAX_DOUBLINGS:
             self._counts *= np.exp2(-passed)
             self.since_us = self.latest_us
+
+    def _touch(self, rows: np.ndarray) -> None:
+        """Notes that counts have changed."""
+        if self._order is not None:
+            self._touched.append(rows)
+            if sum(map(len, self._touched)) > MAX_TOUCHED:
+                self._order, self._touched = self._merge(self._order.size), []
 
     def _grow(self, num_rows: int) -> None:
         size = self._counts.size
@@ -186,5 +226,11 @@ class Popularity:
             moved[touched] = True
             head = head[~moved[head]]
         touched = touched[np.argsort(-counts[touched], kind="stable")]
-        places = np.searchsorted(-counts[head], -counts[touched], side="right")
+        firsts, places = (
+            np.searchsorted(-counts[head], -counts[touched], side=side)
+            for side in ("left", "right")
+        )
+        for at in np.flatnonzero(firsts < places).tolist():  # among equal counts
+            first = firsts[at]
+            places[at] = first + np.searchsorted(head[first : places[at]], touched[at])
         return np.insert(head, places, touched)[:count]
