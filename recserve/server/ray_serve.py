@@ -140,8 +140,8 @@ class SharedChangesOnly:
                 raise NotShared("this changes one replica only: deploy the change to all of them")
             if not self.shared_catalog:
                 raise NotShared(
-                    "this changes one replica only: set catalog_log to redis, so that replicas share "
-                    "one catalogue and its experiments"
+                    "this changes one replica only: set catalog_log to redis, so that replicas "
+                    "share one catalogue and its experiments"
                 )
         await self.app(scope, receive, send)
 
