@@ -32,7 +32,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
+import pyarrow as pa
 import torch
 from msgspec import UNSET, UnsetType
 
@@ -142,7 +143,8 @@ class LiveCatalog:
         follower: Follows the log, if other servers write it too; else None.
         successor: Live catalogue of the service that replaces this one. It gets the changes that
             arrive after the replacement. None before that.
-        recent: Ids of the items that have changed since this service began to answer.
+        recent: Ids of the items that have changed since this service began to answer. Of a log of
+            several bundles, those whose latest change is of this one.
         counts_file: File of the live counts of events; None keeps them in memory only.
         shared_counts: Counts events together with other servers; None counts them here.
         counting: Held while events are counted, and while another catalogue takes the counts.
@@ -218,6 +220,7 @@ class LiveCatalog:
             self.catch_up()
             while self._pending:  # servers of this bundle have been faster too often
                 self.catch_up()
+            self.recent.clear()
             self.follower.start()
             return
         change_sets = [] if self.journal is None else self.journal.read()
@@ -658,9 +661,7 @@ class LiveCatalog:
             else:
                 self._apply_appended(stored)
                 return self.current.items.name, stored.warning
-        raise CatalogConflict(
-            f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
-        )
+        raise _conflict()
 
     def _apply_appended(self, stored: Appended) -> None:
         """Applies what this server has stored in a shared log."""
@@ -698,8 +699,7 @@ class LiveCatalog:
         Raises:
             JournalError: If the log cannot be written.
         """
-        follower, items = self.follower, self.current.items
-        assert follower is not None
+        items = self.current.items
         size, pending = 0, list[ChangeSet]()
         for each in self._pending:
             if pending and size + len(each) > MAX_ASSIGNED:
@@ -707,10 +707,61 @@ class LiveCatalog:
             pending.append(each)
             size += len(each)
         last = pending[-1].number
-        wanted = OtherChanges.of(pending, items.log.schema)
-        tools, bodies = self.open_tools(), wanted.bodies(items, self.embedding_size())
+        return self._take_over(OtherChanges.of(pending, items.log.schema), last)
+
+    def take_back(self, other: LiveCatalog) -> int:
+        """Gives items the fields that they have in another bundle of a shared log.
+
+        These are the items that have changed there since it began to answer, `recent`.
+
+        Args:
+            other: The catalogue that this one replaces again.
+
+        Returns:
+            Their number.
+
+        Raises:
+            CatalogConflict: If other servers were faster each time.
+            JournalError: If the log cannot be written.
+        """
+        with self._lock:
+            for _ in range(MAX_ATTEMPTS):
+                self._carry_over()
+                wanted = OtherChanges.of([difference(other.current.items)], self._schema)
+                recent = {
+                    each: change for each, change in wanted.put.items() if each in other.recent
+                }
+                if self._pending:
+                    continue
+                if not recent or self._take_over(OtherChanges(recent), self._assigned, recent):
+                    return len(recent)
+        raise _conflict()
+
+    @property
+    def _schema(self) -> pa.Schema:
+        return self.current.items.log.schema
+
+    def _take_over(self, wanted: OtherChanges, last: int, override: Collection[str] = ()) -> bool:
+        """Stores what changes of other bundles mean for this one.
+
+        Args:
+            wanted: The changes.
+            last: Position of other bundles up to which all is carried over afterwards.
+            override: Ids of items whose latest record replaces that of the bundle.
+
+        Returns:
+            False if another server was faster. Then the changes of that one are applied.
+
+        Raises:
+            JournalError: If the log cannot be written.
+        """
+        follower, items = self.follower, self.current.items
+        assert follower is not None
+        tools, bodies = self.open_tools(), wanted.bodies(items, self.embedding_size(), override)
         request = _PutRequest(self.current, tools, self.clock(), wanted.added_at, self._made)
         changes, hidden = tuple(request.read(bodies)), wanted.to_hide(items)
+        if override and not changes and not hidden:
+            return True
         try:
             while len(changes) > MAX_ASSIGNED:  # of one large change set
                 part, changes = changes[:MAX_ASSIGNED], changes[MAX_ASSIGNED:]
@@ -813,6 +864,7 @@ class LiveCatalog:
                 continue
             parts: Sequence[ChangeSet] = (change_set,)
             base = base_trie
+            self._note_recent(change_set)
             if change_set.made_for not in ("", items.base.version):
                 if change_set.assigned is None:
                     self._await_assignment(change_set)
@@ -839,6 +891,15 @@ class LiveCatalog:
         self._fold_if_large()
         if damage is not None:
             raise damage
+
+    def _note_recent(self, change_set: ChangeSet) -> None:
+        """Remembers which items the change of a client in a shared log has changed."""
+        if change_set.writer and change_set.assigned is None:
+            ids = change_set.item_ids.union(change_set.restored)
+            if change_set.made_for == self.current.items.base.version:
+                self.recent |= ids
+            else:
+                self.recent -= ids
 
     def _await_assignment(self, change_set: ChangeSet) -> None:
         """Remembers what another bundle has changed, unless it was carried over."""
@@ -1253,6 +1314,12 @@ class _PutRequest:
 
     def _reject(self, index: int, reason: str) -> None:
         self.rejected.append(Rejection(index=index, reason=reason))
+
+
+def _conflict() -> CatalogConflict:
+    return CatalogConflict(
+        f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
+    )
 
 
 def _time_us(

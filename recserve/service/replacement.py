@@ -213,6 +213,8 @@ def hand_over(
     with before.pause_changes():
         if after.follower is not None:
             after.catch_up()
+            if override and before.current.catalog.version != after.current.catalog.version:
+                carried += CarriedItems(after.take_back(before))
         elif seen is not before.current.items:
             carried += _carry(before, after, override)
         if after.journal is None:  # both catalogues have one journal file

@@ -500,6 +500,44 @@ def test_a_swap_to_another_bundle_takes_the_changes_from_the_log(fleet, tmp_path
     assert_equal(fleet)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_rollback_gives_the_previous_bundle_the_fields_of_later_changes(fleet, tmp_path, kept):
+    """Those that were made in the newer bundle last, since this server switched to it."""
+    folder = shelf(tmp_path)
+    one, going_on = fleet.open(folder / "one"), fleet.open(folder / "one")
+    newer = fleet.open(folder / "other")
+    ids = [f"item{number:06d}" for number in (7, 8, 9, 10)]
+    put(newer, {"item_id": ids[3], "title": "before the switch"})
+    options = ServiceOptions(catalog_log=CatalogLogOptions(fleet.url, NAME))
+    new = open_successor(one, Bundle.open(folder / "other"), "cpu", options)
+    hand_over(one, new, lambda: None)
+    fleet.services = [going_on, newer, new]
+    put(newer, *({"item_id": each, "title": "newer", "price": 3.5} for each in ids[:3]))
+    put(new, item_like(new, "a", title="First"))
+    new.hide_item("item000011")
+    fleet.settle()
+    put(going_on, {"item_id": ids[1], "title": "later"})
+    fleet.settle()
+    if not kept:
+        one.close()
+        one = open_successor(new, Bundle.open(folder / "one"), "cpu", options)
+    carried = hand_over(new, one, lambda: None, override=True)
+    new.close()
+    fleet.services = [going_on, newer, one]
+    fleet.settle()
+    own = base_of(one).items
+    expected = {
+        ids[0]: "newer",
+        ids[1]: "later",
+        ids[2]: "newer",
+        ids[3]: own.titles[10],
+        "a": "First",
+    }
+    assert shown(going_on, [*ids, "a", "item000011"]) == expected and carried.put == 3
+    assert going_on.item(ids[0]).attributes["price"] == 3.5
+    assert_equal(fleet)
+
+
 def test_another_bundle_of_the_same_embedding_length_uses_the_embedding(
     fleet, tmp_path, monkeypatch
 ):
