@@ -34,13 +34,19 @@ def load(
     force: Annotated[
         bool, typer.Option("--force", help="Accept a bundle with other items or fewer models.")
     ] = False,
+    fleet: Annotated[
+        bool,
+        typer.Option(
+            "--fleet", help="On all servers that share the log of item changes, one after another."
+        ),
+    ] = False,
 ) -> None:
     """Load another bundle into a running server; the exit status is 1 if it is refused."""
     from recserve.schemas.admin import BundleLoadRequest
 
     with _client(url, admin_key) as client:
-        client.load_bundle(BundleLoadRequest(path=name, force=force))
-        _follow(client)
+        client.load_bundle(BundleLoadRequest(path=name, force=force, fleet=fleet))
+        _follow(client, fleet)
 
 
 def rollback(url: UrlArgument, admin_key: KeyFlag = None) -> None:
@@ -71,17 +77,24 @@ def _client(url: str, admin_key: str | None) -> Iterator[Client]:
         raise RuntimeError(f"{url}: {error}") from error
 
 
-def _follow(client: Client) -> None:
-    """Prints the progress until the server has finished. Raises Exit if it has failed."""
+def _follow(client: Client, fleet: bool = False) -> None:
+    """Prints the progress until server or fleet has finished. Raises Exit if it has failed."""
     shown = ""
-    while (found := client.bundle_status()).state == "loading":
+    while _state(found := client.bundle_status(), fleet) in ("loading", "returning"):
         line = f"{found.progress:4.0%}  {found.message}"
         if line != shown:
             typer.echo(shown := line, err=True)
         time.sleep(POLL_S)
     _show(found)
-    if found.state == "failed":
+    if _state(found, fleet) != "ready":
         raise typer.Exit(1)
+
+
+def _state(found: BundleStatus, fleet: bool) -> str:
+    """Returns the state of the server, or of the fleet; `lost` if Redis has forgotten its load."""
+    if not fleet:
+        return found.state
+    return found.fleet.state if found.fleet else "lost"
 
 
 def _show(found: BundleStatus) -> None:
@@ -90,3 +103,6 @@ def _show(found: BundleStatus) -> None:
             versions = f"model {bundle.model_version}, catalogue {bundle.catalog_version}"
             typer.echo(f"{name}: {bundle.path} ({versions})")
     typer.echo(f"{found.state}: {found.message}")
+    if found.fleet:
+        reason = f": {found.fleet.message}" if found.fleet.message else ""
+        typer.echo(f"fleet: {found.fleet.path} {found.fleet.state}{reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.schemas.items import RequestId, StrictStruct
 
@@ -20,10 +20,12 @@ class BundleLoadRequest(StrictStruct, frozen=True, kw_only=True):
     Attributes:
         path: Name of a bundle in the configured `bundles_dir`.
         force: Load the bundle even if it lacks a model of the current one or most of its items.
+        fleet: Load it on all servers that share the log of item changes, one after another.
     """
 
     path: Annotated[str, BUNDLE_NAME]
     force: bool = False
+    fleet: bool = False
     request_id: RequestId | None = None
 
 
@@ -35,6 +37,21 @@ class ServedBundle(Struct, frozen=True, kw_only=True):
     catalog_version: str
 
 
+class FleetLoad(Struct, frozen=True, kw_only=True):
+    """The latest load of a bundle by all servers of a fleet.
+
+    Attributes:
+        path: Name of the bundle's folder.
+        state: `loading`; `returning` to the previous bundle after a server has refused it; `ready`
+            or `failed` at the end.
+        message: Why it was refused, and by which server; else empty.
+    """
+
+    path: str
+    state: Literal["loading", "returning", "ready", "failed"]
+    message: str
+
+
 class BundleStatus(Struct, frozen=True, kw_only=True):
     """The served bundle, and the latest replacement.
 
@@ -44,6 +61,8 @@ class BundleStatus(Struct, frozen=True, kw_only=True):
         state: `loading` during a replacement, `failed` if the latest one was refused, else `ready`.
         message: What happens now, or why the latest replacement was refused.
         progress: Completed share of the replacement, 0 to 1.
+        fleet: The latest load of the whole fleet, as this server read it some seconds ago. Only a
+            server whose log of item changes is in Redis has it.
     """
 
     current: ServedBundle | None
@@ -51,3 +70,4 @@ class BundleStatus(Struct, frozen=True, kw_only=True):
     state: Literal["loading", "ready", "failed"]
     message: str
     progress: float
+    fleet: FleetLoad | UnsetType = UNSET

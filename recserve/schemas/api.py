@@ -478,14 +478,17 @@ class Api:
     @operation(
         "POST /admin/bundle:load",
         status=202,
-        errors=("unknown_bundle", "bundle_conflict"),
+        errors=("unknown_bundle", "bundle_conflict", "catalog_unavailable"),
         repeatable=never,
         per_process=True,
     )
     def load_bundle(
         self, body: a.BundleLoadRequest, deadline_s: float | None = None
     ) -> a.BundleStatus:
-        """Starts to load another bundle; the current one answers until it is ready."""
+        """Starts to load another bundle, on request on all servers of a fleet, one after another.
+
+        The current one answers until it is ready.
+        """
 
     @operation(
         "POST /admin/bundle:rollback",

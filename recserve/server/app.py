@@ -128,6 +128,7 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
         stall_timeout_s=config.stall_timeout_s,
         threads=Threads(config.max_queue, config.queue_share),
         shared_catalog=config.catalog_log != "file" and config.bundle is not None,
+        heartbeat=heartbeat,
     )
     if arms is not None:
         metrics.arms = arms.experiments.labels

@@ -60,6 +60,7 @@ from recserve.service.text.stream import Listener
 
 if TYPE_CHECKING:
     from recserve.experiments.registry import Experiments
+    from recserve.server.heartbeat import Heartbeat
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -115,6 +116,7 @@ class AppState:
         threads: Threads for work that must not hold the event loop.
         inferences: Answers of the Open Inference Protocol, by model and version.
         shared_catalog: Whether other servers change the items too, so that this one may be behind.
+        heartbeat: Tells these servers what this one does; None without them.
     """
 
     lifecycle: Lifecycle
@@ -128,6 +130,7 @@ class AppState:
     threads: Threads = field(default_factory=Threads)
     inferences: dict[tuple[str, str], InferenceCounts] = field(default_factory=dict)
     shared_catalog: bool = False
+    heartbeat: Heartbeat | None = None
 
 
 class RequestContext:

@@ -100,6 +100,10 @@ class NotShared(RuntimeError):
     """The change would reach one of several servers only."""
 
 
+class FleetSilent(RuntimeError):
+    """The Redis in which the servers of a fleet report does not answer."""
+
+
 class SwapConflict(RuntimeError):
     """The bundle cannot be replaced now: a replacement runs, or there is no previous bundle."""
 
@@ -185,6 +189,7 @@ TABLE: dict[type[Exception], Row] = {
         "items cannot be changed now: the log of changes in Redis does not answer. The change may "
         "be stored; it is safe to send it again",
     ),
+    FleetSilent: Row(503, "unavailable_error", "catalog_unavailable", "features_down"),
     NotShared: Row(503, "unavailable_error", "items_read_only", "features_down"),
     CatalogBehind: Row(503, "unavailable_error", "catalog_behind", "not_ready"),
     CatalogConflict: Row(503, "unavailable_error", "catalog_conflict", "not_ready"),

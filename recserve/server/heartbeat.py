@@ -1,5 +1,7 @@
 """Tells the other servers of a shared catalogue what this one does, every few seconds.
 
+Each report also brings the load of a bundle that all servers make (`fleet_load`).
+
 Only a server whose log of item changes is in Redis imports this. Requests pay nothing for it.
 """
 
@@ -18,7 +20,9 @@ from recserve.config import ServerConfig
 from recserve.features.catalog.fleet import MAX_ID, FleetDirectory, FleetUnavailable, Replica
 from recserve.features.history.stores import split_ttl
 from recserve.features.redis_connection import FAILURES, connect, describe
-from recserve.server.errors import NotReady
+from recserve.schemas.admin import FleetLoad
+from recserve.server.errors import FleetSilent, NotReady
+from recserve.server.fleet_load import FleetMember
 from recserve.server.lifecycle import Lifecycle
 
 log = logging.getLogger(__name__)
@@ -26,7 +30,11 @@ EVERY_S = 3.0
 
 
 class Heartbeat:
-    """Reports the state of a server to Redis from a thread of its own."""
+    """Reports the state of a server to Redis from a thread of its own.
+
+    Attributes:
+        member: The part of the server in loads of all servers.
+    """
 
     def __init__(self, config: ServerConfig, lifecycle: Lifecycle) -> None:
         """Calls nothing yet.
@@ -45,14 +53,31 @@ class Heartbeat:
             bundle="" if config.bundle is None else config.bundle.name[:128],
             started_at=time.time(),
         )
+        self.member = FleetMember(lifecycle, self._last.id)
         self._directory: FleetDirectory | None = None
         self._failed = False
         self._ended = threading.Event()
+        self._reporting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
+
+    def load_all(self, name: str, force: bool) -> FleetLoad:
+        """Makes all servers load a bundle.
+
+        Raises:
+            FleetSilent: If Redis does not answer.
+            Exception: As `FleetMember.begin`.
+        """
+        try:
+            with self._reporting:  # a report reads the load before or after this
+                return self.member.begin(self._open(), name, force)
+        except FleetUnavailable as error:
+            raise FleetSilent(str(error)) from error
+        except FAILURES as error:  # of `connect`
+            raise FleetSilent(f"redis: {describe(error)}") from error
 
     def close(self) -> None:
         """Ends the thread, which takes the report back."""
@@ -86,15 +111,22 @@ class Heartbeat:
             log.warning("this server is not listed in Redis: %s", reason)
         self._failed = True
 
-    def _report(self) -> None:
+    def _open(self) -> FleetDirectory:
         if self._directory is None:
             self._directory = FleetDirectory(connect(self._url), self._name)
-        self._last = self._state()
-        self._directory.report(self._last)
+        return self._directory
+
+    def _report(self) -> None:
+        changed = True
+        while changed:
+            with self._reporting:
+                directory, self._last = self._open(), self._state()
+                changed = self.member.step(directory, directory.report(self._last))
 
     def _state(self) -> Replica:
         """Returns what to report; a server that loads or drains keeps its last versions."""
         lifecycle = self._lifecycle
+        self._last = replace(self._last, rollout=self.member.done)
         if lifecycle.draining:
             return replace(self._last, state="draining")
         try:

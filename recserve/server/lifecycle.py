@@ -206,19 +206,41 @@ class Lifecycle:
 
     # Swaps, which an operator starts.
 
-    def load(self, name: str, force: bool = False) -> BundleStatus:
+    def load(self, name: str, force: bool = False, digest: str | None = None) -> BundleStatus:
         """Starts to replace the bundle by another one of `bundles_dir`.
 
         Args:
             name: Name of a folder in `bundles_dir`. A symbolic link may lead to another folder in
                 it, but not out of it.
             force: Accepts other items and missing models.
+            digest: What the bundle's `BundleVersion` must have; None accepts any.
 
         Raises:
             AdminDisabled: If the server has no `bundles_dir`.
             UnknownBundle: If there is no such folder in it.
             SwapConflict: If a swap is in progress.
         """
+        folder = self._find(name)
+        if digest is not None and self.digest(name) != digest:
+            raise UnknownBundle(f"bundles_dir has another bundle {name[:128]!r}")
+        return self._start_swap(folder, force, rollback=False)
+
+    def digest(self, name: str) -> str:
+        """Returns the digest of a bundle of `bundles_dir`.
+
+        Raises:
+            AdminDisabled: If the server has no `bundles_dir`.
+            UnknownBundle: If there is no such folder in it, or its manifest is damaged.
+        """
+        folder = self._find(name)
+        try:
+            return BundleVersion.read(folder).digest
+        except BundleError as error:
+            reason = str(error).replace(str(folder), folder.name)
+            raise UnknownBundle(f"the bundle {name[:128]!r} cannot be read: {reason}") from error
+
+    def _find(self, name: str) -> Path:
+        """Returns the folder of a bundle. Raises as `load`."""
         if self.bundles_dir is None:
             raise AdminDisabled("loading is disabled; set bundles_dir to enable it")
         inside, folder = self.bundles_dir.resolve(), None
@@ -228,7 +250,7 @@ class Lifecycle:
                 folder = found
         if folder is None:
             raise UnknownBundle(f"bundles_dir has no bundle {name[:128]!r}")
-        return self._start_swap(folder, force, rollback=False)
+        return folder
 
     def rollback(self) -> BundleStatus:
         """Starts to restore the previous bundle.
@@ -274,6 +296,11 @@ class Lifecycle:
                 message=self._message,
                 progress=self._progress,
             )
+
+    @property
+    def current(self) -> BundleVersion:
+        """The bundle that answers. Raises NotReady or UnknownModel if there is none."""
+        return _version_of(self.service)
 
     @property
     def swapping(self) -> bool:

@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-import pyarrow as pa
 import torch
 from msgspec import UNSET, UnsetType
 
@@ -727,19 +726,14 @@ class LiveCatalog:
         with self._lock:
             for _ in range(MAX_ATTEMPTS):
                 self._carry_over()
-                wanted = OtherChanges.of([difference(other.current.items)], self._schema)
-                recent = {
-                    each: change for each, change in wanted.put.items() if each in other.recent
-                }
                 if self._pending:
                     continue
+                schema = self.current.items.log.schema
+                puts = OtherChanges.of([difference(other.current.items)], schema).put
+                recent = {each: puts[each] for each in puts.keys() & other.recent}
                 if not recent or self._take_over(OtherChanges(recent), self._assigned, recent):
                     return len(recent)
         raise _conflict()
-
-    @property
-    def _schema(self) -> pa.Schema:
-        return self.current.items.log.schema
 
     def _take_over(self, wanted: OtherChanges, last: int, override: Collection[str] = ()) -> bool:
         """Stores what changes of other bundles mean for this one.

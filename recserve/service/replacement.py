@@ -210,6 +210,8 @@ def hand_over(
             break  # a shared log needs no carrying
         seen = before.current.items
         carried += _carry(before, after, override)
+    if override and before.follower is not None:
+        before.catch_up()
     with before.pause_changes():
         if after.follower is not None:
             after.catch_up()

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version as installed
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -27,7 +27,7 @@ from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.engine.stats import EngineStats
-from recserve.features.catalog.catalog_log import CatalogLog
+from recserve.features.catalog.catalog_log import CatalogLog, SharedLog
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.catalog.popularity import Popularity
 from recserve.features.history.history import HistoryStore, StoreOptions
@@ -256,7 +256,7 @@ class Service:
             bundle.check_unchanged()  # before the journal and the store are written
             catalog.replay()
             if options.catalog_log.place != FILE:
-                catalog.shared_counts = _open_popularity(bundle, options, url, catalog)
+                catalog.shared_counts = _open_popularity(bundle, options, url, catalog, replaced)
                 catalog.shared_counts.start()
             elif starts:  # otherwise the counts come with `hand_over`
                 catalog.load_counts(counts_file(url, journal))
@@ -623,20 +623,27 @@ def _open_log(
     # Only servers that share their items need the package redis.
     from recserve.features.catalog.redis_log import open_log
 
-    url = _redis_of(wanted, store)
+    url = _redis_of(wanted, store, replaced)
     try:
         return open_log(url, bundle.catalog(), wanted.name, wanted.wait_replicas)
     except ValueError as error:
         raise ValueError(f"catalog_log: {error}") from None
 
 
-def _redis_of(wanted: CatalogLogOptions, store: str) -> str:
+def _redis_of(wanted: CatalogLogOptions, store: str, replaced: Service | None) -> str:
     """Returns the URL of the Redis that has a shared log."""
+    used = None if replaced is None else replaced.catalog.journal
+    if wanted.place == REDIS and used is not None and used.shared:
+        return cast(SharedLog, used).url  # the store of the replaced service is not opened again
     return split_ttl(store)[0] if wanted.place == REDIS else wanted.place
 
 
 def _open_popularity(
-    bundle: Bundle, options: ServiceOptions, store: str, catalog: LiveCatalog
+    bundle: Bundle,
+    options: ServiceOptions,
+    store: str,
+    catalog: LiveCatalog,
+    replaced: Service | None,
 ) -> SharedPopularity:
     """Returns what counts events together with the servers that share the items."""
     # Only servers that share their items need the package redis.
@@ -644,7 +651,7 @@ def _open_popularity(
     from recserve.service.shared_popularity import SharedPopularity
 
     shared = open_popularity(
-        _redis_of(options.catalog_log, store),
+        _redis_of(options.catalog_log, store, replaced),
         options.catalog_log.name,
         options.popular_half_life_s,
         bundle.manifest.catalog_version,

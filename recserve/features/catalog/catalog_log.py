@@ -120,12 +120,14 @@ class SharedLog(CatalogLog, Protocol):
     """A log that several processes write.
 
     Attributes:
+        url: Where it is.
         start: Position of its snapshot; 0 without one. Read with the change sets, like the others.
         end: Its last position.
         begins: Last position before each epoch.
         wait_replicas: Copies of the log that shall have a change before it is acknowledged.
     """
 
+    url: str
     wait_replicas: int
     start: int
     end: int

@@ -4,11 +4,17 @@ One hash beside the log, `recserve:items:{NAME}:replicas`, has a field per serve
 in milliseconds, a space, and a report as JSON. A server that is silent for TTL_S is no longer
 listed, and the hash is gone when all are.
 
+Another hash, `recserve:items:{NAME}:rollout`, has the load of a bundle that one of them was asked
+for on behalf of all (`Rollout`). Each reads it with its report. The server in `turn` loads, and no
+other one meanwhile, unless it is silent. A server that has loaded says so in its report. Scripts
+change the hash only as long as its `id` and its `state` are what the server knows.
+
 Other processes write it. So Redis bounds what a read returns, and the reader checks all of it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +26,24 @@ from msgspec import Meta
 from recserve.features.catalog.redis_log import PREFIX
 from recserve.features.redis_connection import FAILURES, call_many, call_script, describe
 
+log = logging.getLogger(__name__)
 TTL_S = 15.0
 MAX_REPLICAS = 1000
 MAX_ID = 128
 MAX_REPORT_BYTES = 4096
+MAX_WORDS = 1000
+ROLLOUT_TTL_S = 60.0  # of a load in progress, after the last report of any server
+ENDED_TTL_S = 86_400.0
+LOADING, RETURNING, READY, FAILED = "loading", "returning", "ready", "failed"
 
 COMMON = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 """
-# KEYS: replicas. ARGV: id, report, time until it is silent in milliseconds, most servers.
+# KEYS: replicas, rollout. ARGV: id, report, time until it is silent in milliseconds, most servers,
+# time after which a load in progress is forgotten. Returns the fields of the load in the order of
+# ROLLOUT, each as a text of at most MAX_WORDS bytes.
+ROLLOUT = ("id", "path", "digest", "force", "state", "message")
 BEAT = (
     COMMON
     + """
@@ -40,8 +54,54 @@ for _, id in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f ', now) .. ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
+local state = redis.call('HGET', KEYS[2], 'state')
+if not state then return {} end
+if state == 'loading' or state == 'returning' then redis.call('PEXPIRE', KEYS[2], ARGV[5]) end
+local found = {}
+for _, name in ipairs({'id', 'path', 'digest', 'force', 'state', 'message'}) do
+  found[#found + 1] = string.sub(redis.call('HGET', KEYS[2], name) or '', 1, 1000)
+end
+return found
 """
 )
+# KEYS: rollout. ARGV: time after which it is forgotten, fields and values. Returns 0 if another
+# one is in progress.
+BEGIN = """
+local state = redis.call('HGET', KEYS[1], 'state')
+if state == 'loading' or state == 'returning' then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return 1
+"""
+# KEYS: replicas, rollout. ARGV: id and state of the load, id of the server, time until another one
+# is silent in milliseconds. Returns whether it is the turn of the server.
+TAKE_TURN = (
+    COMMON
+    + """
+local known = redis.call('HMGET', KEYS[2], 'id', 'state', 'turn')
+if known[1] ~= ARGV[1] or known[2] ~= ARGV[2] then return 0 end
+if known[3] and known[3] ~= '' and known[3] ~= ARGV[3] then
+  local report = redis.call('HGET', KEYS[1], known[3])
+  local at = report and tonumber(string.match(report, '^(%d+) '))
+  if at and now - at <= tonumber(ARGV[4]) then return 0 end
+end
+redis.call('HSET', KEYS[2], 'turn', ARGV[3])
+return 1
+"""
+)
+# KEYS: rollout. ARGV: id and state of the load, id of the server, next state, message, time after
+# which it is forgotten. An empty message leaves the present one.
+ADVANCE = """
+local known = redis.call('HMGET', KEYS[1], 'id', 'state', 'turn')
+if known[1] ~= ARGV[1] then return 0 end
+if known[3] == ARGV[3] then redis.call('HSET', KEYS[1], 'turn', '') end
+if known[2] ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], 'state', ARGV[4])
+if ARGV[5] ~= '' then redis.call('HSET', KEYS[1], 'message', ARGV[5]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+return 1
+"""
 # ARGV: time until a server is silent, most servers, most bytes of an id, of a report.
 # Returns the number of servers if there are too many, or {id, age in milliseconds, report or size}.
 READ = (
@@ -82,6 +142,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         lag_positions: Change sets of the log that it knows of and has not applied.
         queue_depth: Requests waiting for the engine.
         started_at: Unix time of its start.
+        rollout: Load of the whole fleet whose bundle it has; empty before it has it, and after it
+            has gone back.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=MAX_ID, pattern=r"^[A-Za-z0-9._:-]+\Z")]
@@ -94,6 +156,33 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     lag_positions: Annotated[int, Meta(ge=0, le=2**53)] = 0
     queue_depth: Annotated[int, Meta(ge=0, le=2**53)] = 0
     started_at: Annotated[float, Meta(ge=0, le=1e11)] = 0.0
+    rollout: Text = ""
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of a bundle by all servers, one after another.
+
+    Attributes:
+        id: Names it.
+        path: Folder of the bundle in `bundles_dir`, which each server has.
+        digest: sha256 of the bundle's manifest, so that all servers load the same bundle.
+        force: Whether a bundle with other items or fewer models is accepted.
+        state: `loading`; `returning` to the previous bundle after a server has refused it; `ready`
+            or `failed` at the end.
+        message: Why it is refused.
+    """
+
+    id: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+    path: Annotated[str, Meta(min_length=1, max_length=128)]
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    force: bool = False
+    state: Literal["loading", "returning", "ready", "failed"] = "loading"
+    message: Annotated[str, Meta(max_length=MAX_WORDS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")] = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it has not ended."""
+        return self.state in (LOADING, RETURNING)
 
 
 @dataclass(frozen=True)
@@ -133,12 +222,61 @@ class FleetDirectory:
             name: Name of the catalogue's log.
         """
         self._client, self._key = client, f"{PREFIX}{{{name}}}:replicas"
+        self._rollout = f"{PREFIX}{{{name}}}:rollout"
 
-    def report(self, replica: Replica) -> None:
-        """Stores a report for TTL_S, and deletes those that are older. Raises FleetUnavailable."""
-        arguments = [replica.id, msgspec.json.encode(replica), round(1e3 * TTL_S), MAX_REPLICAS]
+    def report(self, replica: Replica) -> Rollout | None:
+        """Stores a report for TTL_S, and deletes those that are older.
+
+        Returns:
+            The latest load of the whole fleet; None if there is none, or if it cannot be read.
+
+        Raises:
+            FleetUnavailable: If Redis does not answer.
+        """
+        limits = [round(1e3 * TTL_S), MAX_REPLICAS, round(1e3 * ROLLOUT_TTL_S)]
+        arguments = [replica.id, msgspec.json.encode(replica), *limits]
         with self._failures():
-            call_script(self._client, BEAT, [self._key], arguments)
+            found = call_script(self._client, BEAT, [self._key, self._rollout], arguments)
+        fields = dict(zip(ROLLOUT, (raw.decode("utf-8", "replace") for raw in found), strict=False))
+        try:
+            return msgspec.convert(fields, Rollout, strict=False) if fields else None
+        except msgspec.ValidationError as error:
+            log.error("redis %s cannot be read: %s", self._rollout, error)
+            return None
+
+    def begin(self, rollout: Rollout) -> bool:
+        """Stores a load of the whole fleet.
+
+        Returns:
+            False if another one is in progress.
+
+        Raises:
+            FleetUnavailable: If Redis does not answer.
+        """
+        fields = {**msgspec.structs.asdict(rollout), "force": str(int(rollout.force))}
+        values = [each for pair in fields.items() for each in pair]
+        with self._failures():
+            arguments = [round(1e3 * ROLLOUT_TTL_S), *values]
+            return bool(call_script(self._client, BEGIN, [self._rollout], arguments))
+
+    def take_turn(self, rollout: Rollout, replica_id: str) -> bool:
+        """Returns whether a server may load now; no other one may then. Raises FleetUnavailable."""
+        arguments = [rollout.id, rollout.state, replica_id, round(1e3 * TTL_S)]
+        with self._failures():
+            return bool(call_script(self._client, TAKE_TURN, [self._key, self._rollout], arguments))
+
+    def advance(self, rollout: Rollout, replica_id: str, state: str, message: str = "") -> None:
+        """Ends a server's turn, and changes the state of a load unless another server has.
+
+        Raises:
+            FleetUnavailable: If Redis does not answer.
+        """
+        kept_s = ROLLOUT_TTL_S if state in (LOADING, RETURNING) else ENDED_TTL_S
+        message = "".join(each if each.isprintable() else " " for each in message)
+        shown = message.encode()[: MAX_WORDS - 4].decode(errors="ignore")
+        arguments = [rollout.id, rollout.state, replica_id, state, shown, round(1e3 * kept_s)]
+        with self._failures():
+            call_script(self._client, ADVANCE, [self._rollout], arguments)
 
     def leave(self, replica_id: str) -> None:
         """Deletes a server's report. Raises FleetUnavailable."""

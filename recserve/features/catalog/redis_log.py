@@ -152,6 +152,7 @@ class RedisCatalogLog:
 
     Attributes:
         name: Name of the log in messages.
+        url: URL of its Redis; empty if it was not opened by one.
         num_changes: Changed items behind the snapshot, as far as this process knows.
         start: Position of the snapshot; 0 without one.
         end: Last position.
@@ -185,7 +186,7 @@ class RedisCatalogLog:
         self.begins: dict[int, int] = {}
         self._client, self._catalog = client, catalog
         self._waiting = client if waiting is None else waiting
-        self.wait_replicas = wait_replicas
+        self.wait_replicas, self.url = wait_replicas, ""
         slot = f"{PREFIX}{{{name}}}"
         self.name = f"redis {slot}"
         self._keys = [f"{slot}:log", f"{slot}:snapshot", f"{slot}:epochs"]
@@ -446,4 +447,6 @@ def open_log(
         waiting = connect(url, timeout_s=REPLY_S, wait_s=LONGEST_WAIT_S)
     except FAILURES as error:
         raise LogUnavailable(f"catalog_log: {describe(error)}") from error
-    return RedisCatalogLog(client, catalog, name, waiting=waiting, wait_replicas=wait_replicas)
+    log = RedisCatalogLog(client, catalog, name, waiting=waiting, wait_replicas=wait_replicas)
+    log.url = url
+    return log
