@@ -17,6 +17,7 @@ from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.semantic_ids import CodeReport, SemanticIds, build_semantic_ids
 from recserve.features.history.event_kinds import KINDS, EventKinds
+from recserve.features.history.event_weights import EventWeights
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.column_names import check_columns, rename_columns
 from recserve.features.tables.event_table import COLUMNS, find_problems, read_events
@@ -68,6 +69,7 @@ class BuildOptions:
         columns: Names of columns in the files by our name, such as `item_id`. `TABLE.NAME` is that
             of one file alone: `items`, `events` or `embeddings`.
         event_kinds: Kinds of the event types. Only positive events train and count.
+        event_weights: How much events count. Without entries each positive event counts 1.
 
     Raises:
         ValueError: If an option is out of range. The message names option, bound and value.
@@ -89,6 +91,7 @@ class BuildOptions:
     split: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
     event_kinds: EventKinds = EventKinds()
+    event_weights: EventWeights = EventWeights()
 
     def __post_init__(self) -> None:
         sizes = self.codebook_sizes(0)
@@ -116,6 +119,7 @@ class BuildOptions:
         check_columns(
             self.columns, tables if self.embeddings is None else tables | {"embeddings": VECTORS}
         )
+        self.event_weights.check_kinds(self.event_kinds)
         if self.embeddings is None and not self.text_dim and not self.collaborative_dim:
             raise ValueError("text_dim and collaborative_dim are both 0: an item needs a vector")
 
@@ -210,19 +214,20 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         items,
         options.on_bad_rows,
         options.columns,
-        options.event_kinds.below(),
+        {*options.event_kinds.below(), *options.event_weights.valued},
     )
     _check_shared(options, bad_items, bad_events)
     try:
-        check_type_names({*events.type_names, *options.event_kinds.named})
+        named = (*options.event_kinds.named, *options.event_weights.named)
+        check_type_names({*events.type_names, *named})
     except ValueError as fault:
         raise SchemaError(f"{options.events}: column type: {fault}") from None
     for line in (*_column_lines(bad_events, ()), *bad_events.lines()):
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")
-    for line in _type_lines(options.event_kinds, events):
+    for line in (*_type_lines(options.event_kinds, events), *_weight_lines(options, events)):
         log(line)
-    wanted = events.positive(options.event_kinds)
+    wanted = _positive_events(options, events)
     if events.num_events and not wanted.num_events:
         raise SchemaError(
             f"{options.events}: no event is positive, so there is nothing to train on; name the "
@@ -231,6 +236,11 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
 
     # Held-out events must influence neither vectors nor popularity.
     train = wanted.leave_one_out().train
+    if train.num_events and train.weights is not None and not train.weights.any():
+        raise SchemaError(
+            f"{options.events}: all training events have the weight 0, so there is nothing to "
+            "train on; give a type a higher one with --weight TYPE=WEIGHT"
+        )
     encoder, vectors = _vectors(options, items, bad_items, train)
     for line in () if encoder is None else _unknown_lines(bad_items.file, items, encoder):
         log(line)
@@ -270,7 +280,11 @@ def rebuild_bundle(
         raise BundleError(
             f"{bundle.root}: was imported, so it cannot be built again from other events"
         )
-    recorded = {**bundle.manifest.build, "event_kinds": bundle.manifest.event_kinds}
+    recorded = {
+        **bundle.manifest.build,
+        "event_kinds": bundle.manifest.event_kinds,
+        "event_weights": bundle.manifest.event_weights,
+    }
     if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}
     # A rebuild runs anywhere, so it clusters on the CPU.
@@ -302,7 +316,7 @@ def _write(
         The bundle, its semantic ids, the report on them, and the share of the variance that they
         lose.
     """
-    popularity = events.positive(options.event_kinds).leave_one_out().train.popularity(len(items))
+    popularity = _positive_events(options, events).leave_one_out().train.popularity(len(items))
     sizes = options.codebook_sizes(len(items))
     gpu = _gpu(options.device)
     quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed, gpu)
@@ -322,6 +336,11 @@ def _write(
         pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
         bundle.commit("build", _record(options, events, report, lost))
     return Bundle.open(options.out), index, report, lost
+
+
+def _positive_events(options: BuildOptions, events: EventLog) -> EventLog:
+    """Returns the positive events with their weights."""
+    return events.positive(options.event_kinds).weighted(options.event_weights)
 
 
 def _gpu(device: str) -> FaissGpu | None:
@@ -391,6 +410,20 @@ def _type_lines(kinds: EventKinds, events: EventLog) -> list[str]:
     return lines + [f"event type {name}: no event, {kinds.kind(name)}" for name in absent]
 
 
+def _weight_lines(options: BuildOptions, events: EventLog) -> list[str]:
+    """Returns a line for each type with weights: how many events have each of them."""
+    lines = []
+    names = events.type_names
+    weights = options.event_weights.of_events(names, events.types, events.values)
+    for name in options.event_weights.named:
+        own = weights[events.types == names.index(name)] if name in names else weights[:0]
+        found, counts = np.unique(own, return_counts=True)
+        each = zip(found.tolist(), counts.tolist(), strict=True)
+        parts = [f"{count} count {weight:g}" for weight, count in each]
+        lines.append(f"event type {name}: {', '.join(parts) or 'no event has its weight'}")
+    return lines
+
+
 def _vectors(
     options: BuildOptions, items: ItemTable, bad_items: BadRows, train: EventLog
 ) -> tuple[TextEncoder | None, np.ndarray]:
@@ -419,11 +452,14 @@ def _record(
         name: value
         for name, value in asdict(options).items()
         if name not in ("items", "events", "out", "embeddings", "columns", "event_kinds")
+        and name != "event_weights"
     }
     recorded["device"] = "cpu" if _gpu(options.device) is None else "cuda"
     # A bundle without other kinds is the same as before there were kinds.
     kinds = options.event_kinds.record(events.type_names)
     recorded |= {"event_kinds": kinds} if kinds else {}
+    weights = options.event_weights.record()
+    recorded |= {"event_weights": weights} if weights else {}
     return recorded | {
         "own_vectors": options.embeddings is not None,
         "num_users": events.num_users,

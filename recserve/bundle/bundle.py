@@ -24,6 +24,7 @@ import numpy as np
 
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.history.event_kinds import EventKinds
+from recserve.features.history.event_weights import EventWeights
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
@@ -53,8 +54,11 @@ UNTRAINED = "untrained"
 # What servers read from each section of a manifest. The rest of a section is the record of how it
 # was made, and changes no answer.
 SETTINGS: Mapping[str, tuple[str, ...]] = {
-    "build": ("type_names", "event_kinds", "collaborative_dim", "own_vectors", "shared_ids"),
-    "recommender": ("dense_weight", "auto"),
+    "build": (
+        *("type_names", "event_kinds", "event_weights"),
+        *("collaborative_dim", "own_vectors", "shared_ids"),
+    ),
+    "recommender": ("dense_weight", "auto", "negative_weight"),
     "retriever": ("recommender",),
     "drafters/nezha": ("recommender",),
     "drafters/speculative": ("recommender",),
@@ -69,6 +73,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
 }
 MAX_DENSE_WEIGHT = 100
 MAX_SIMILAR_WEIGHT = 100
+MAX_NEGATIVE_WEIGHT = 100
 MAX_DIM = 4096  # of a part of an item vector
 MAX_COLLABORATIVE_WEIGHT = 100
 MAX_SEED = 2**31 - 1 - 64
@@ -158,6 +163,16 @@ class Manifest:
     def event_kinds(self) -> EventKinds:
         """Kinds of the event types."""
         return EventKinds.read_record(self.build.get("event_kinds", {}))
+
+    @property
+    def event_weights(self) -> EventWeights:
+        """Weights of the events."""
+        return EventWeights.read_record(self.build.get("event_weights", []))
+
+    @property
+    def negative_weight(self) -> float:
+        """How much items similar to one with a negative event are lowered."""
+        return float(self.recommender.get("negative_weight", 0.0))
 
     @property
     def recommender(self) -> dict[str, Any]:
@@ -417,10 +432,13 @@ class Bundle:
     def events(self) -> EventLog:
         """Loads the positive events of the build, which models are trained on and evaluated with.
 
+        They have the weights of the build.
+
         Raises:
             BundleError: If they are damaged.
         """
-        return self.all_events().positive(self.manifest.event_kinds)
+        manifest = self.manifest
+        return self.all_events().positive(manifest.event_kinds).weighted(manifest.event_weights)
 
     def all_events(self) -> EventLog:
         """Loads the events of the build. Raises BundleError if there are none, or damaged ones."""
@@ -572,6 +590,14 @@ def _event_kinds(value: Any) -> str | None:
     return None
 
 
+def _event_weights(value: Any) -> str | None:
+    try:
+        EventWeights.read_record(value)
+    except ValueError as error:
+        return f"weights of events: {error}"
+    return None
+
+
 def _digest_of_weights(value: Any) -> str | None:
     fits = isinstance(value, str) and SHA256.fullmatch(value)
     return None if fits else "the sha256 of a recommender's weights, 64 hex digits"
@@ -595,6 +621,7 @@ CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
     "build": {
         "type_names": _type_names,
         "event_kinds": _event_kinds,
+        "event_weights": _event_weights,
         "quantizer": _one_of("residual", "product"),
         "shared_ids": _one_of("popular", "first", "all"),
         "levels": _or_null(_whole(1, MAX_LEVELS)),
@@ -612,6 +639,7 @@ CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
     "recommender": {
         "dense_weight": _number(0, MAX_DENSE_WEIGHT),
         "auto": _or_null(_auto),
+        "negative_weight": _number(0, MAX_NEGATIVE_WEIGHT),
         "seed": _whole(0, 2**63 - 1),
     },
     **{name: {"recommender": _digest_of_weights} for name in ("retriever", *DRAFTERS)},

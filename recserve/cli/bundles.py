@@ -75,10 +75,19 @@ def build(
             "of a type with a lower value. Default: hide, dislike, skip and the like."
         ),
     ] = None,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How much events count in training and in `popular`, as in purchase=3, or "
+            "'rating<3.5=0.5' for lower values; a negative type: in lowering similar items. "
+            "Default: 1, and 0 for negative types."
+        ),
+    ] = None,
 ) -> None:
     """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
     from recserve.features.history.event_kinds import EventKinds
+    from recserve.features.history.event_weights import EventWeights
 
     options = BuildOptions(
         items=items,
@@ -94,6 +103,7 @@ def build(
         split=pairs(split, "--split", "NAME=SEPARATOR"),
         columns=column_names(column),
         event_kinds=EventKinds(tuple(positive or ()), tuple(read or ()), tuple(negative or ())),
+        event_weights=EventWeights(tuple(weight or ())),
     )
     build_bundle(options, typer.echo)
 

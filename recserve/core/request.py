@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -88,6 +88,7 @@ class SlateQuery:
             finds too few items under the caps, it is repeated without the items of full groups.
         explain: Whether the slate comes with the tree of its search. The slate is the same.
         log_probs: Whether the slate comes with the log-probabilities of its items.
+        unwanted: Items whose dense scores are lowered, as far as there is a dense weight.
     """
 
     prefix: Prefix
@@ -105,11 +106,35 @@ class SlateQuery:
     caps: tuple[Cap, ...] = ()
     explain: bool = False
     log_probs: bool = False
+    unwanted: LoweredItems | None = None
 
     @property
     def width(self) -> int:
         """Beam width of the search: `beam_width`, and at least k."""
         return max(self.beam_width, self.k)
+
+
+@dataclass(frozen=True)
+class LoweredItems:
+    """Items whose scores are lowered.
+
+    Attributes:
+        rows: [n] int64 ascending item rows.
+        amounts: [n] float32 by how much.
+    """
+
+    rows: np.ndarray
+    amounts: np.ndarray
+
+    def by_row(self) -> dict[int, float]:
+        """Returns the amounts by row."""
+        return dict(zip(self.rows.tolist(), self.amounts.tolist(), strict=True))
+
+    def lower(self, slate: Slate) -> Slate:
+        """Returns a slate with lowered scores, in the same order."""
+        at = np.minimum(np.searchsorted(self.rows, slate.rows), self.rows.size - 1)
+        amounts = np.where(self.rows[at] == slate.rows, self.amounts[at], np.float32(0))
+        return replace(slate, scores=slate.scores - amounts)
 
 
 @dataclass(frozen=True)

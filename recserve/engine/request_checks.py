@@ -57,6 +57,9 @@ def _check_slate(request: SlateQuery) -> None:
     check_float("dense_weight", request.dense_weight, 0.0, 100.0)
     if request.excluded is not None:
         check_array("excluded", request.excluded)  # the search checks the rows themselves
+    if (unwanted := request.unwanted) is not None:
+        check_ints("unwanted.rows", unwanted.rows, 0, request.trie.num_rows - 1)
+        _check_size("unwanted.amounts", unwanted.amounts, unwanted.rows.size)
     for cap in request.caps:
         check_int("caps.limit", cap.limit, 1)
     if (shares := request.outcome) is not None:

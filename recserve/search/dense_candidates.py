@@ -2,6 +2,7 @@
 
 score = log-probability of the semantic id + dense_weight * dense score
 dense score = log-probability under the dense head + history bonus (models/history_bonus.py)
+              - what an unwanted item loses (`SlateQuery.unwanted`)
 
 Reranking the beams alone could return only items of the beams. The dense candidates are the head's
 best W items. Their semantic ids are scored in the same trees as the beams.
@@ -44,6 +45,10 @@ def add_candidates(search: BeamSearch) -> None:
         first_item = search.model.template.first_item
         tokens = [r.prefix.keys for r in requests]
         bonus.add_to(dense, [each[each >= first_item] - first_item for each in tokens])
+    for b, request in enumerate(requests):
+        if (unwanted := request.unwanted) is not None:
+            rows = on_device(unwanted.rows, dense.device)
+            dense[b, rows] -= on_device(unwanted.amounts, dense.device, dense.dtype)
     open_scores = dense.clone()
     if removed is not None:
         open_scores[:, removed] = DEAD

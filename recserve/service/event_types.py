@@ -19,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from recserve.features.history.event_kinds import KINDS, NEGATIVE, POSITIVE, EventKinds
+from recserve.features.history.event_weights import EventWeights
 from recserve.features.history.history import (
     CorruptHistory,
     HistoryStore,
@@ -46,14 +47,23 @@ class EventTypes:
     Attributes:
         store: The history store, which holds the table of further names.
         kinds: Which types are positive, read and negative.
+        weights: How much events count.
         below: Value below which an event is negative, by number of its type.
+        valued: Numbers of the types whose events need a value.
         known: Names that the service accepts: the built-in ones, then its own in order.
     """
 
-    def __init__(self, store: HistoryStore, kinds: EventKinds | None = None) -> None:
+    def __init__(
+        self,
+        store: HistoryStore,
+        kinds: EventKinds | None = None,
+        weights: EventWeights | None = None,
+    ) -> None:
         self.store = store
         self.kinds = EventKinds() if kinds is None else kinds
+        self.weights = EventWeights() if weights is None else weights
         self.below: dict[int, float] = {}
+        self.valued: set[int] = set()
         self.known: tuple[str, ...] = EVENT_TYPES
         self._names: tuple[str, ...] = EVENT_TYPES  # by number; other servers may have added some
         self._numbers: dict[str, int] = {}
@@ -148,6 +158,18 @@ class EventTypes:
             return False
         return number in self._positive
 
+    def weights_of(self, numbers: np.ndarray, values: np.ndarray, other: float = 1.0) -> np.ndarray:
+        """Returns [n] float32 weights of stored events; `other` where nothing names one.
+
+        Args:
+            numbers: [n] numbers of the types.
+            values: [n] values of the events.
+            other: Weight of an event that no entry covers.
+        """
+        names = self.weights.named
+        values = np.asarray(values, np.float32)
+        return self.weights.of_events(names, self.indices(names)[numbers], values, other)
+
     def indices(self, names: Sequence[str]) -> np.ndarray:
         """Returns [256] int64 index into `names` for each number; -1 for all other types."""
         found = np.full(256, -1, np.int64)
@@ -164,6 +186,8 @@ class EventTypes:
         self._positive = set(np.flatnonzero(self._kinds == POSITIVE).tolist())
         below = self.kinds.below()
         self.below = {numbers[name]: limit for name, limit in below.items() if name in numbers}
+        valued = {numbers[name] for name in self.weights.valued if name in numbers}
+        self.valued = {*self.below, *valued}
         self._limits = np.full(256, -np.inf, np.float32)
         self._limits[list(self.below)] = list(self.below.values())
         self.known = known

@@ -167,7 +167,8 @@ class Histories:
                     wanted_events(revised.after, snapshot.items, self.types),
                 )
         if popular:
-            self.catalog.count_events(incoming.new_keys, incoming.new_times)
+            weights = incoming.new_weights() if self.types.weights.entries else None
+            self.catalog.count_events(incoming.new_keys, incoming.new_times, weights)
         self.prewarm.forget(revisions, self._snapshot)
         if self.successor is not None and revisions:
             self.successor.forget_all()
@@ -372,6 +373,7 @@ class EventChanges:
         self.rejected: list[Rejection] = []
         self.new_keys: list[int] = []
         self.new_times: list[int] = []
+        self.new_kinds: list[tuple[int, float]] = []
         self.accepted = self.duplicates = self.corrected = 0
 
     def take(self, index: int, event: EventInput) -> None:
@@ -407,11 +409,18 @@ class EventChanges:
                 if done and self.types.is_positive(change.type, change.value):
                     self.new_keys.append(change.item_key)
                     self.new_times.append(change.time_us)
+                    if self.types.weights.entries:
+                        self.new_kinds.append((change.type, change.value))
             elif done:
                 self.corrected += 1
             else:
                 reason = "event_id: this user has no stored event with this id"
                 self.rejected.append(Rejection(index=index, reason=reason))
+
+    def new_weights(self) -> np.ndarray:
+        """Returns [n] float32 weight of each new positive event."""
+        pairs = np.array(self.new_kinds, np.float64).reshape(-1, 2)
+        return self.types.weights_of(pairs[:, 0].astype(np.int64), pairs[:, 1])
 
     def answer(self) -> EventsResponse:
         """Returns the response; rejections are sorted by position in the request."""
@@ -448,10 +457,10 @@ class EventChanges:
         if event.item_id not in self.rows:  # a hidden item is part of what a user did
             raise ValueError(f"unknown item {event.item_id[:80]!r}")
         kind = self.types.number(event.type) if event.type is not None else 0
-        if event.value is None and (below := self.types.below.get(kind)) is not None:
-            raise ValueError(
-                f"value: is required for type {event.type!r}, which is negative below {below:g}"
-            )
+        if event.value is None and kind in self.types.valued:
+            below = self.types.below.get(kind)
+            means = "has a weight by value" if below is None else f"is negative below {below:g}"
+            raise ValueError(f"value: is required for type {event.type!r}, which {means}")
         time_us = self.now_us if event.timestamp is None else self._time_us(event.timestamp)
         value = self.default_value if event.value is None else event.value
         key = _key(event, time_us, event.type or EVENT_TYPES[0])

@@ -15,6 +15,7 @@ import numpy as np
 from recserve.bounds import MIN_TIME_US
 from recserve.features.catalog.versions import CatalogVersion
 from recserve.features.history.event_kinds import NEGATIVE, POSITIVE, READ
+from recserve.features.history.event_weights import disliked_items
 from recserve.service.event_types import EventTypes
 
 EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -36,6 +37,8 @@ class History:
         hidden: [h] int64 rows of the items that the user does not want.
         read_rows: [r] int64 item rows of `read` events.
         read_times: [r] int64 times of `read` events.
+        disliked_rows: [d] int64 rows of unwanted items that lower similar ones, newest first.
+        disliked_weights: [d] float32 weight of each.
     """
 
     rows: np.ndarray
@@ -47,6 +50,8 @@ class History:
     hidden: np.ndarray = field(default_factory=lambda: NOTHING)
     read_rows: np.ndarray = field(default_factory=lambda: NOTHING)
     read_times: np.ndarray = field(default_factory=lambda: NOTHING)
+    disliked_rows: np.ndarray = field(default_factory=lambda: NOTHING)
+    disliked_weights: np.ndarray = field(default_factory=lambda: NOTHING)
 
     @property
     def seen_rows(self) -> np.ndarray:
@@ -112,6 +117,10 @@ def wanted_events(stored: np.ndarray, items: CatalogVersion, types: EventTypes) 
     hidden = rows[kinds[judged[newest]] == NEGATIVE]
     kept = (kinds == POSITIVE) & ~np.isin(known.rows, hidden)
     read = kinds == READ
+    disliked = NOTHING, NOTHING
+    if types.weights.entries and hidden.size:
+        weights = types.weights_of(known.types, known.values, other=0.0)
+        disliked = disliked_items(known.rows, kinds, weights)
     return replace(
         known,
         rows=known.rows[kept],
@@ -121,6 +130,8 @@ def wanted_events(stored: np.ndarray, items: CatalogVersion, types: EventTypes) 
         hidden=hidden,
         read_rows=known.rows[read],
         read_times=known.times[read],
+        disliked_rows=disliked[0],
+        disliked_weights=disliked[1],
     )
 
 

@@ -455,27 +455,31 @@ class LiveCatalog:
         if self.journal is not None:
             self.journal.close()
 
-    def count_events(self, keys: Sequence[int], times_us: Sequence[int]) -> None:
+    def count_events(
+        self, keys: Sequence[int], times_us: Sequence[int], weights: np.ndarray | None = None
+    ) -> None:
         """Counts events for the list `popular`.
 
         Args:
             keys: [n] key of each event's item.
             times_us: [n] times in microseconds since 1970.
+            weights: [n] how much each event counts; None: 1 each.
         """
         with self.counting:
             successor = self.successor
             if successor is None and self.shared_counts is not None:
-                self.shared_counts.add(keys, times_us)
+                self.shared_counts.add(keys, times_us, weights)
                 return
             if successor is None:
                 items = self._current.items
                 rows = items.rows_of_keys(np.array(keys, np.uint64))
                 known = rows >= 0
                 first = items.first_rows(rows[known])
-                self._current.popularity.count(first, np.array(times_us, np.int64)[known])
+                own = None if weights is None else weights[known]
+                self._current.popularity.count(first, np.array(times_us, np.int64)[known], own)
                 self._counts_changed = True
         if successor is not None:
-            successor.count_events(keys, times_us)
+            successor.count_events(keys, times_us, weights)
             return
         due = time.monotonic() - self._saved_at_s > SAVE_COUNTS_S
         if due and self.counts_file is not None and not self._saving.locked():

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType, structs
 from recserve.core.allowed import AllowedItems
 from recserve.core.client import LOCAL, Client
 from recserve.core.diversity import Minimum, first_k, meet_minimums, still_open
-from recserve.core.request import Slate, SlateQuery
+from recserve.core.request import LoweredItems, Slate, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.features.catalog.filters import FilterError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
@@ -104,6 +104,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         outcomes: tuple[str, ...],
         auto: Mapping[str, AutoSetting],
         similarity: ItemSimilarity,
+        negative_weight: float = 0.0,
     ) -> None:
         """Connects the parts that a recommend request needs.
 
@@ -116,6 +117,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             outcomes: Names of the outcomes that the retriever was trained on.
             auto: What validation chose for `auto`, by column; empty without a calibration.
             similarity: Similarities of the items.
+            negative_weight: How much items similar to unwanted ones are lowered.
         """
         super().__init__(engine, catalog, histories)
         self.prefixes = prefixes
@@ -127,6 +129,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self.log_probs = False
         self._envelope = envelope
         self._similarity = similarity
+        self._negative_weight = negative_weight
 
     def check_model(self) -> None:
         """Raises UnknownModel if the bundle holds no recommender."""
@@ -239,6 +242,12 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             left_s = max(0.0, deadline_s - time.monotonic())
             deadline_s -= min(LATE_S, LATE_SHARE * left_s)
             late = Late(deadline_s, lambda: self._respond_late(builder, plan))
+        if self._negative_weight and history.disliked_rows.size:
+            builder.unwanted = self._similarity.near_items(
+                history.disliked_rows,
+                self._negative_weight * history.disliked_weights,
+                snapshot.items,
+            )
         query = SlateQuery(
             prefix=self.prefixes.build(
                 snapshot, history.rows, None if body.user is None else body.user.id
@@ -256,6 +265,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             caps=builder.caps,
             explain=body.explain,
             log_probs=self.log_probs or body.explain,
+            unwanted=builder.unwanted,
             deadline_s=deadline_s,
         )
         queries = [query]
@@ -538,6 +548,9 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             history = keys[keys >= first_item] - first_item
             where, values = self.prefixes.bonus.entries([history], builder.snapshot.num_items)
             bonuses = dict(zip(where.tolist(), (weight * values).tolist(), strict=True))
+        if weight and builder.unwanted is not None:
+            for row, amount in builder.unwanted.by_row().items():
+                bonuses[row] = bonuses.get(row, 0.0) - weight * amount
         taken = {} if builder.lowered is None else builder.lowered.by_row()
         found = list(items)
         for place, row in enumerate(rows.tolist()):
@@ -576,29 +589,6 @@ class SlatePlan:
     untrained: bool = False
 
 
-@dataclass(frozen=True)
-class LoweredItems:
-    """Items whose scores are lowered.
-
-    Attributes:
-        rows: [n] int64 ascending item rows, which the slate may have.
-        amounts: [n] float32 by how much.
-    """
-
-    rows: np.ndarray
-    amounts: np.ndarray
-
-    def by_row(self) -> dict[int, float]:
-        """Returns the amounts by row."""
-        return dict(zip(self.rows.tolist(), self.amounts.tolist(), strict=True))
-
-    def lower(self, slate: Slate) -> Slate:
-        """Returns a slate with lowered scores, in the same order."""
-        at = np.minimum(np.searchsorted(self.rows, slate.rows), self.rows.size - 1)
-        amounts = np.where(self.rows[at] == slate.rows, self.amounts[at], np.float32(0))
-        return replace(slate, scores=slate.scores - amounts)
-
-
 class SlateBuilder:
     """Says what may be in the slate of one request, and fills and formats it.
 
@@ -613,6 +603,7 @@ class SlateBuilder:
         excluded: [n] int64 rows that must not be in the slate.
         caps: Limits on the number of items per group.
         lowered: Items whose scores are lowered; None for none.
+        unwanted: Items whose dense scores are lowered; None for none.
         prefix_keys: Keys of the prefix, where the scores are explained.
         quotas: Least numbers of items of some kinds, with these items as far as they are allowed.
         degraded: Reasons why the slate is less than requested.
@@ -659,6 +650,7 @@ class SlateBuilder:
         self.excluded = np.concatenate(unwanted)
         self.caps = self.snapshot.caps(call.body.diversity)
         self.lowered: LoweredItems | None = None
+        self.unwanted: LoweredItems | None = None
         self.prefix_keys: np.ndarray | None = None
         if showings is not None:
             self._apply_showings(showings, clock())

@@ -235,6 +235,7 @@ class Service:
                 outcomes=() if retriever is None else retriever.config.outcomes,
                 auto=read_auto(bundle.manifest.recommender),
                 similarity=ItemSimilarity.open(bundle, snapshot.catalog.vectors),
+                negative_weight=bundle.manifest.negative_weight,
             )
             ranker = None
             if scorers := _make_scorers(networks, item_prefixes, ranker_prefixes):
@@ -559,8 +560,9 @@ def _add_event_types(
 ) -> EventTypes:
     """Opens the names of event types in the store, and adds those of options and bundle."""
     kinds = options.event_kinds.over(bundle.manifest.event_kinds)
-    types = EventTypes(store, kinds)
-    types.add((*options.event_types, *kinds.named))
+    weights = bundle.manifest.event_weights
+    types = EventTypes(store, kinds, weights)
+    types.add((*options.event_types, *kinds.named, *weights.named))
     trained = () if tables is None else tables.settings.type_names
     types.add((*bundle.manifest.type_names, *trained))
     return types

@@ -43,9 +43,10 @@ class SharedPopularity:
             items: Returns the present items.
         """
         self._store, self._popularity, self._items = store, popularity, items
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # of the next three
         self._keys: list[int] = []
         self._times: list[int] = []
+        self._weights: list[float] = []
         self._delta: tuple[int, int, int, bytes] | None = None  # not acknowledged
         self._sequence = self._known = 0
         self._place: tuple[str, int] | None = None  # server and `since` of what has been read
@@ -68,14 +69,23 @@ class SharedPopularity:
         self._try()
         self._store.close()
 
-    def add(self, keys: Sequence[int], times_us: Sequence[int]) -> None:
-        """Counts events by the keys of their items and their times in microseconds since 1970."""
+    def add(
+        self, keys: Sequence[int], times_us: Sequence[int], weights: np.ndarray | None = None
+    ) -> None:
+        """Counts events.
+
+        Args:
+            keys: [n] key of each event's item.
+            times_us: [n] times in microseconds since 1970.
+            weights: [n] how much each event counts; None: 1 each.
+        """
         with self._lock:
             if len(self._keys) >= MAX_EVENTS:
                 log.warning("%d events do not count for the list popular", len(keys))
                 return
             self._keys += keys
             self._times += times_us
+            self._weights += [1.0] * len(keys) if weights is None else weights.tolist()
 
     def exchange(self) -> None:
         """Sends what is new and reads what has changed.
@@ -107,7 +117,8 @@ class SharedPopularity:
     def _next_delta(self, since_us: int) -> tuple[int, int, int, bytes] | None:
         with self._lock:
             keys, times = np.array(self._keys, np.uint64), np.array(self._times, np.int64)
-            self._keys, self._times = [], []
+            weights = np.array(self._weights)
+            self._keys, self._times, self._weights = [], [], []
         if not keys.size:
             return None
         found, inverse = np.unique(keys, return_inverse=True)
@@ -116,7 +127,8 @@ class SharedPopularity:
         half_life_us = self._popularity.half_life_s * 1e6
         # As of the newest event, so that no weight leaves the range of a float.
         latest_us = int(times.max())
-        np.add.at(counts["weight"], inverse, np.exp2((times - latest_us) / half_life_us))
+        decayed = np.exp2((times - latest_us) / half_life_us)
+        np.add.at(counts["weight"], inverse, weights * decayed)
         self._sequence += 1
         return self._sequence, latest_us, latest_us, counts.tobytes()
 

@@ -19,12 +19,13 @@ import numpy as np
 
 from recserve.bundle.bundle import SIMILAR_ITEMS, Bundle
 from recserve.core.diversity import Cap, first_k
-from recserve.core.request import Slate
+from recserve.core.request import LoweredItems, Slate
 from recserve.features.catalog.versions import SCAN_GROWTH, CatalogVersion
 from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 
 BOTH, BY_VECTORS, BY_LINKS = SIMILARITIES = ("similar", "similar_vectors", "similar_links")
 MAX_ITEMS = 64  # the latest items of a history that count
+NEAR = 50  # items around one with a negative event that are lowered, itself among them
 NO_LINKS = "this bundle has no links between items; recserve train similar --bundle BUNDLE"
 
 
@@ -85,6 +86,34 @@ class ItemSimilarity:
         if strategy == BOTH and self.weight:
             near += np.float32(self.weight) * linked
         return near
+
+    def near_items(
+        self, rows: np.ndarray, amounts: np.ndarray, items: CatalogVersion
+    ) -> LoweredItems:
+        """Returns the NEAR items around each of some items, and by how much they are lowered.
+
+        That is the cosine of the vectors times the amount; of several, the largest. Items with
+        equal cosines count as one.
+
+        Args:
+            rows: [d] item rows.
+            amounts: [d] by how much an item with the same vector is lowered.
+            items: The catalogue version.
+        """
+        chosen = np.asarray(items.vectors[rows], np.float32)
+        chosen = chosen * _scales(chosen)[:, None]
+        tail = items.tail.vectors.view(items.num_tail)
+        lowered = np.zeros(items.num_rows, np.float32)
+        for vector, amount in zip(chosen, amounts.tolist(), strict=True):
+            near = np.concatenate(
+                [(self.vectors @ vector) * self.scales, (tail @ vector) * _scales(tail)]
+            )
+            close = near > 0
+            if near.size > NEAR:
+                close &= near >= np.partition(near, near.size - NEAR)[near.size - NEAR]
+            lowered[close] = np.maximum(lowered[close], np.float32(amount) * near[close])
+        found = np.flatnonzero(lowered)
+        return LoweredItems(found, lowered[found])
 
     def _linked(self, rows: np.ndarray, items: CatalogVersion) -> np.ndarray:
         """Returns [num_rows] float32 the mean of the links from items; later rows inherit them."""

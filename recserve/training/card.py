@@ -365,7 +365,7 @@ def group_members(data: EvaluationData) -> dict[str, tuple[str, NDArray[np.bool_
     """
     cases = data.cases
     lengths = cases.stops - cases.starts
-    counts = data.training.train.popularity(len(data.catalog)).astype(np.float64)
+    counts = data.training.train.counts(len(data.catalog)).astype(np.float64)
     order = np.argsort(-counts, kind="stable")
     before = np.empty(len(counts))  # events of the more popular items
     before[order] = np.cumsum(counts[order]) - counts[order]

@@ -90,6 +90,8 @@ def edited(folder: Path, section: str, key: str, value: Any) -> str:
 OTHER_VALUES = {
     "type_names": (["click", "listen"], ["watch"]),
     "collaborative_dim": (1, 2),
+    "event_weights": (["x=2"], ["x=3"], ["y<2=0"]),
+    "negative_weight": (0.5, 1),
     "event_kinds": ({"positive": ["x"]}, {"negative": ["y"]}),
     "own_vectors": (True,),
     "shared_ids": ("popular", "first", "all"),

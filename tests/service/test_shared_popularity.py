@@ -91,8 +91,9 @@ def test_all_servers_have_the_counts_of_one_process(new_server, monkeypatch, see
         one.items.size = size  # others get the item later
         rows = draw.integers(0, one.items.size, int(draw.integers(1, 9)))
         times = now_us - draw.integers(0, 3 * HOUR_US, rows.size)
-        one.add((rows + 100).tolist(), times.tolist())
-        waiting[one].append((rows, times))
+        weights = draw.choice([0, 0.5, 3], rows.size) if drawn.random() < 0.5 else None
+        one.add((rows + 100).tolist(), times.tolist(), weights)
+        waiting[one].append((rows, times, weights))
         each = drawn.choice(servers)
         each.network.faults = 0.3
         in_delta = [] if each._delta else list(waiting[each])

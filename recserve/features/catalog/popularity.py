@@ -1,8 +1,9 @@
 """Live popularity: a decayed number of events per item, and the items in its order.
 
-An event counts 1 at its time and half as much after each half-life. The order depends on ratios of
-counts only, and all counts decay alike. So time alone changes nothing: all counts are stored as of
-one time, `since_us`, and an event counts `2 ** ((time - since_us) / half_life)`.
+An event counts 1, or its weight, at its time and half as much after each half-life. The order
+depends on ratios of counts only, and all counts decay alike. So time alone changes nothing: all
+counts are stored as of one time, `since_us`, and an event counts
+`weight * 2 ** ((time - since_us) / half_life)`.
 
 Items start with their number of training events. Counts belong to an item's first row, so they
 outlive a new vector of the item and a rollback.
@@ -93,12 +94,15 @@ class Popularity:
         self._touched: list[np.ndarray] = []
         self._lock = threading.Lock()
 
-    def count(self, rows: np.ndarray, times_us: np.ndarray) -> None:
+    def count(
+        self, rows: np.ndarray, times_us: np.ndarray, weights: np.ndarray | None = None
+    ) -> None:
         """Counts events.
 
         Args:
             rows: [n] first row of each event's item.
             times_us: [n] int64 time of each event in microseconds since 1970.
+            weights: [n] how much each event counts; None: 1 each.
         """
         if not rows.size:
             return
@@ -106,8 +110,8 @@ class Popularity:
             self._grow(int(rows.max()) + 1)
             self.latest_us = max(self.latest_us, int(times_us.max()))
             self._rebase()
-            weights = np.exp2((times_us - self.since_us) / (self.half_life_s * 1e6))
-            np.add.at(self._counts, rows, weights)
+            counts = np.exp2((times_us - self.since_us) / (self.half_life_s * 1e6))
+            np.add.at(self._counts, rows, counts if weights is None else counts * weights)
             self._touch(rows)
 
     def at(self, rows: np.ndarray) -> np.ndarray:

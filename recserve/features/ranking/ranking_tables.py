@@ -188,7 +188,7 @@ class RankingTables:
             ValueError: If sizes or windows do not fit each other.
         """
         num_items = len(items)
-        counts = train.popularity(num_items)
+        counts = train.counts(num_items)
         sums = np.bincount(train.item_rows, train.values, num_items).astype(np.float32)
         has_values = bool(np.ptp(train.values)) if train.num_events else False
         names, weights = category_vocabulary(items.categories)

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from recserve.features.history.event_kinds import POSITIVE, EventKinds
+from recserve.features.history.event_weights import EventWeights
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class EventLog:
         type_names: Names of the event types.
         values: [n] float32 event values, 1 if the source has none.
         has_timestamps: True if `times` are timestamps.
+        weights: [n] float32 how much each event counts; None: 1 each.
     """
 
     user_ids: list[str]
@@ -33,6 +35,7 @@ class EventLog:
     type_names: tuple[str, ...]
     values: np.ndarray
     has_timestamps: bool
+    weights: np.ndarray | None = None
 
     @property
     def num_users(self) -> int:
@@ -65,6 +68,7 @@ class EventLog:
             self.type_names,
             self.values[kept],
             self.has_timestamps,
+            None if self.weights is None else self.weights[kept],
         )
 
     def positive(self, kinds: EventKinds) -> EventLog:
@@ -86,6 +90,12 @@ class EventLog:
             type_names=tuple(self.type_names[number] for number in used.tolist()),
         )
 
+    def weighted(self, weights: EventWeights) -> EventLog:
+        """Returns the events with their weights. Without entries this is the log itself."""
+        if not weights:
+            return self
+        return replace(self, weights=weights.of_events(self.type_names, self.types, self.values))
+
     def leave_one_out(self) -> Split:
         """Splits off the last event of each user for test and the one before for validation.
 
@@ -103,9 +113,28 @@ class EventLog:
         valid[enough] = self.item_rows[last[enough] - 1]
         return Split(self.select(~held), valid, test)
 
-    def popularity(self, num_items: int) -> np.ndarray:
+    def counts(self, num_items: int) -> np.ndarray:
         """Returns [I] float32 events per item."""
         return np.bincount(self.item_rows, minlength=num_items).astype(np.float32)
+
+    def popularity(self, num_items: int) -> np.ndarray:
+        """Returns [I] float32 sums of the weights of each item's events."""
+        if self.weights is None:
+            return self.counts(num_items)
+        return np.bincount(self.item_rows, self.weights, num_items).astype(np.float32)
+
+    def relative_weights(self) -> np.ndarray | None:
+        """Returns [n] float32 weights with a mean of 1; None if each event counts 1.
+
+        Raises:
+            ValueError: If all weights are 0.
+        """
+        if self.weights is None:
+            return None
+        total = float(self.weights.sum(dtype=np.float64))
+        if not total:
+            raise ValueError("all events have the weight 0, so there is nothing to train on")
+        return (self.weights * (self.num_events / total)).astype(np.float32)
 
     def to_arrow(self, item_ids: list[str]) -> pa.Table:
         """Returns a table that `event_table.read_events` can read.

@@ -38,7 +38,7 @@ def neighbours(train: EventLog, num_items: int) -> tuple[np.ndarray, np.ndarray,
         counts = np.bincount(where, weights, keys.size).astype(np.int64)
     left, right = np.divmod(keys, num_items)
     # Cosine up to a factor that is the same for all neighbours of `left`.
-    strength = counts / np.sqrt(np.maximum(train.popularity(num_items)[right], 1))
+    strength = counts / np.sqrt(np.maximum(train.counts(num_items)[right], 1))
     order = np.lexsort((right, -strength, left))
     starts = np.searchsorted(left, np.arange(num_items + 1))
     kept = order[np.arange(order.size) - starts[left[order]] < MAX_NEIGHBOURS]

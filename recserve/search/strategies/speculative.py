@@ -331,8 +331,8 @@ class CachedDraft:
 
 
 def is_plain(request: SlateQuery) -> bool:
-    """Returns whether a request has neither filter nor caps. Only its drafts are cached."""
-    return request.allowed is None and not request.caps
+    """Returns whether a request has no filter, caps or unwanted items: its drafts are cached."""
+    return request.allowed is None and not request.caps and request.unwanted is None
 
 
 def _digest(excluded: np.ndarray | None) -> bytes:

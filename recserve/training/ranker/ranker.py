@@ -112,7 +112,10 @@ class RankerTrainee:
         hidden = ranker(ranker.embed(made.inputs), made.inputs.groups, attend)
         logits = ranker.heads(hidden.flatten(0, 1)[made.candidates]).float()
         labels = made.labels[:, : logits.shape[1]]
-        each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(0)
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        if made.weights is not None:
+            losses = losses * made.weights[:, None]
+        each = losses.mean(0)
         parts = dict(zip(ranker.config.tasks, each.detach(), strict=True))
         return StepLoss(each.sum(), parts, made.candidates.shape[0])
 

@@ -22,12 +22,14 @@ class RankingBatch:
         limits: [B, N] number of leading rows that each row sees, besides itself.
         candidates: [M] positions of the candidates in the flattened [B * N], prefix after prefix.
         labels: [M, 2] click and conversion.
+        weights: [M] weight of each candidate; None: 1 each.
     """
 
     inputs: NodeInputs
     limits: Tensor
     candidates: Tensor
     labels: Tensor
+    weights: Tensor | None = None
 
     def mask(self) -> Tensor:
         """Returns the [B, 1, N, N] bool mask; True where the row sees the column."""
@@ -43,6 +45,7 @@ class RankingBatch:
             self.limits.to(device),
             self.candidates.to(device),
             self.labels.to(device),
+            None if self.weights is None else self.weights.to(device),
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from recserve.features.ranking.cross_features import Contexts, UserSide, cross_features
 from recserve.features.ranking.event_features import EventColumns, moment_features
@@ -84,6 +85,7 @@ class RankingData:
         fold_vectors: Sequence[np.ndarray] = (),
     ) -> None:
         self.train, self.tables, self.seed = train, tables, seed
+        self.weights = train.relative_weights()
         self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
         self.sampler = NegativeSampler(train, tables)
         self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
@@ -160,7 +162,11 @@ class RankingData:
         labels = np.zeros((*rows.shape, 2), dtype=np.float32)
         labels[:, 0, 0] = 1
         labels[:, 0, 1] = settings.is_conversion(self.train.types[where], self.train.values[where])
-        return pack(prefixes, columns, every_limit, per_prefix * width, labels.reshape(-1, 2))
+        made = pack(prefixes, columns, every_limit, per_prefix * width, labels.reshape(-1, 2))
+        if self.weights is None:
+            return made
+        # The items that were sampled for an event weigh as much as the event.
+        return replace(made, weights=torch.from_numpy(np.repeat(self.weights[where], width)))
 
 
 class NegativeSampler:

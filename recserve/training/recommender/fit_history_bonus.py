@@ -119,10 +119,10 @@ def fit_history_bonus(
 def link_items(train: EventLog, num_items: int) -> HistoryBonus:
     """Returns the links of training events, without repeats.
 
-    link(a, i) = log(1 + sum over users, and over pairs of a and a later i, of 1 / distance)
+    link(a, i) = log(1 + sum over users, and over pairs of a and a later i, of weight / distance)
 
-    The distance is that of the events in the user's history, at most DISTANCE. An item keeps its
-    MAX_LINKS strongest links.
+    The distance is that of the events in the user's history, at most DISTANCE. The weight is that
+    of the later event. An item keeps its MAX_LINKS strongest links.
 
     Args:
         train: Training events.
@@ -133,8 +133,12 @@ def link_items(train: EventLog, num_items: int) -> HistoryBonus:
     for distance in range(1, DISTANCE + 1):
         same = users[distance:] == users[:-distance]
         left, right = rows[:-distance][same].astype(np.int64), rows[distance:][same]
-        keys.append(left * num_items + right)
-        shares.append(np.full(len(left), 1 / distance))
+        share = np.full(len(left), 1 / distance)
+        if train.weights is not None:
+            share *= train.weights[distance:][same]
+        counted = share > 0
+        keys.append((left * num_items + right)[counted])
+        shares.append(share[counted])
     pairs, which = np.unique(np.concatenate(keys), return_inverse=True)
     sums = np.bincount(which.reshape(-1), np.concatenate(shares), len(pairs))
     item, row = np.divmod(pairs, num_items)

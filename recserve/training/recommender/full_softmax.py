@@ -16,7 +16,13 @@ from torch import Tensor
 class _FullSoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, items: Tensor, targets: Tensor, hidden: Tensor, chunk: int
+        ctx: Any,
+        query: Tensor,
+        items: Tensor,
+        targets: Tensor,
+        hidden: Tensor,
+        chunk: int,
+        weights: Tensor | None,
     ) -> Tensor:
         low = torch.bfloat16 if torch.is_autocast_enabled(query.device.type) else torch.float32
         total = query.new_zeros((), dtype=torch.float32)
@@ -35,26 +41,35 @@ class _FullSoftmaxLoss(torch.autograd.Function):
                 logits[out[:, 0] - start, out[:, 1]] = -torch.inf
                 own = logits.gather(1, target[:, None])
                 peak = logits.amax(-1, keepdim=True)
-                weights = logits.sub_(peak).exp_()  # softmax * sums
-                sums = weights.sum(-1, keepdim=True)
-                total += (sums.log() + peak - own).sum()
+                shares = logits.sub_(peak).exp_()  # softmax * sums
+                sums = shares.sum(-1, keepdim=True)
+                each, grad = sums.log() + peak - own, part
                 # The gradient of cross-entropy is softmax(logits) minus the one-hot target.
-                weights = weights.to(low)
-                mean = (weights @ items).float() / sums
-                query_grad[start : start + chunk] = mean - items[target]
-                items_grad += weights.T @ (part / sums).to(low)
-                items_grad.index_add_(0, target, part.float(), alpha=-1)
+                shares = shares.to(low)
+                towards = (shares @ items).float() / sums - items[target]
+                if weights is not None:
+                    weight = weights[start : start + chunk, None].float()
+                    each, towards, grad = each * weight, towards * weight, part * weight
+                total += each.sum()
+                query_grad[start : start + chunk] = towards
+                items_grad += shares.T @ (grad / sums).to(low)
+                items_grad.index_add_(0, target, grad.float(), alpha=-1)
         ctx.save_for_backward(query_grad, items_grad)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *scales: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         query_grad, items_grad = ctx.saved_tensors
-        return query_grad * scales[0], items_grad * scales[0], None, None, None
+        return query_grad * scales[0], items_grad * scales[0], None, None, None, None
 
 
 def full_softmax_loss(
-    query: Tensor, items: Tensor, targets: Tensor, hidden: Tensor, chunk: int = 128
+    query: Tensor,
+    items: Tensor,
+    targets: Tensor,
+    hidden: Tensor,
+    chunk: int = 128,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Returns the summed cross-entropy of `softmax(query @ items.T)`.
 
@@ -67,9 +82,10 @@ def full_softmax_loss(
         hidden: [x, 2] pairs (row of `query`, item row) that are left out of the softmax. They are
             sorted by the first number and never contain a target.
         chunk: Rows of `query` that are computed at once.
+        weights: [q] weight of each row's cross-entropy; None: 1 each.
 
     Returns:
         A float32 scalar.
     """
     apply: Callable[..., Tensor] = _FullSoftmaxLoss.apply
-    return apply(query, items, targets, hidden, chunk)
+    return apply(query, items, targets, hidden, chunk, weights)

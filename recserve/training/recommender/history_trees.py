@@ -16,7 +16,7 @@ without branches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class HistoryBatch:
         trunk_rows: [q] item row of each predicted item.
         trunk_steps: [q] number of earlier items in the history.
         histories: [B, S] item rows in order, -1 where padded.
+        target_weights: [m] weight of each target; None: 1 each.
+        trunk_weights: [q] weight of each predicted item; None: 1 each.
     """
 
     tokens: Tensor
@@ -63,10 +65,15 @@ class HistoryBatch:
     trunk_rows: Tensor
     trunk_steps: Tensor
     histories: Tensor
+    target_weights: Tensor | None = None
+    trunk_weights: Tensor | None = None
 
     def to(self, device: torch.device | str) -> HistoryBatch:
         """Returns the batch on another device."""
-        return HistoryBatch(*(getattr(self, f.name).to(device) for f in fields(self)))
+        parts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(
+            self, **{n: part.to(device) for n, part in parts.items() if part is not None}
+        )
 
     def mask(self) -> Tensor:
         """Returns the [B, 1, N, N] bool mask; row i sees column j where `j <= i < ends[j]`."""
@@ -85,6 +92,7 @@ class HistoryTrees:
         codes: NDArray[np.generic],
         trie: Trie,
         config: RecommenderConfig,
+        weights: NDArray[np.float32] | None = None,
     ) -> None:
         """Lays out the trees.
 
@@ -97,6 +105,7 @@ class HistoryTrees:
             codes: [I, L] semantic ids of the items.
             trie: Trie of the semantic ids.
             config: Configuration of the recommender.
+            weights: [n] weight of each event as a target; None: 1 each.
 
         Raises:
             ValueError: If there is no event.
@@ -140,6 +149,7 @@ class HistoryTrees:
         self.step_of = step_of
         self.trunk_nodes = node_starts[:-1] - tree_starts[tree_of_step]
         self.open_levels = open_levels
+        self.weights = weights
 
     def __len__(self) -> int:
         return len(self.tree_starts) - 1
@@ -172,7 +182,13 @@ class HistoryTrees:
             self.step_of[steps],
             histories,
         )
-        return HistoryBatch(*(torch.from_numpy(array) for array in arrays))
+        found = HistoryBatch(*(torch.from_numpy(array) for array in arrays))
+        if self.weights is None:
+            return found
+        weights = torch.from_numpy(self.weights[steps])
+        return replace(
+            found, target_weights=weights[torch.from_numpy(which)], trunk_weights=weights
+        )
 
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
         """Returns the tree numbers of each batch.

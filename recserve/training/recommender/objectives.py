@@ -1,9 +1,9 @@
 """Losses of a recommender: its levels, its dense head and its level heads.
 
-Every loss is the mean over predicted items. The loss of the levels sums over an item's levels. It
-is the negative log-probability of the item, which the server reports as its score. A model that is
-not autoregressive lacks this loss. It trains its trunk on its level heads instead, with the mean
-over the levels (RPG, KDD 2025, section 3.2).
+Every loss is the mean over predicted items, each with its weight. The loss of the levels sums over
+an item's levels. Without weights it is the negative log-probability of the item, which the server
+reports as its score. A model that is not autoregressive lacks this loss. It trains its trunk on its
+level heads instead, with the mean over the levels (RPG, KDD 2025, section 3.2).
 """
 
 from __future__ import annotations
@@ -127,9 +127,8 @@ def level_loss(
         if model.config.normalization == "vocabulary":
             target = model.item_tokens[rows, level]
             logits = model.full_logits(states).float()
-            total = total + F.cross_entropy(
-                logits, target, reduction="sum", label_smoothing=objective.label_smoothing
-            )
+            weights = _part(batch.target_weights, part)
+            total = total + _summed(logits, target, weights, objective.label_smoothing)
             continue
         parents, targets = paths[rows, level], paths[rows, level + 1]
         children = trie.children(parents)
@@ -139,7 +138,8 @@ def level_loss(
         if objective.mask_seen:
             valid = valid & ~_seen_children(trie, paths, batch, part, level, valid.shape[1])
             valid[torch.arange(count, device=valid.device), slots] = True
-        total = total + _cross_entropy(logits, slots, valid, objective.label_smoothing)
+        weights = _part(batch.target_weights, part)
+        total = total + _cross_entropy(logits, slots, valid, objective.label_smoothing, weights)
     return total
 
 
@@ -165,13 +165,20 @@ def dense_loss(
     hidden = torch.stack([which, seen[which, where]], dim=1)
     query = model.dense_query_rows(trunk)
     if model.num_bound_items > 4 * objective.dense_negatives:
-        return sampled_softmax_loss(model, query, batch.trunk_rows, hidden, objective)
+        return sampled_softmax_loss(
+            model, query, batch.trunk_rows, hidden, objective, batch.trunk_weights
+        )
     items = model.dense_item_rows()
-    return full_softmax_loss(query, items, batch.trunk_rows, hidden)
+    return full_softmax_loss(query, items, batch.trunk_rows, hidden, weights=batch.trunk_weights)
 
 
 def sampled_softmax_loss(
-    model: Recommender, query: Tensor, targets: Tensor, hidden: Tensor, objective: Objective
+    model: Recommender,
+    query: Tensor,
+    targets: Tensor,
+    hidden: Tensor,
+    objective: Objective,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Estimates the summed cross-entropy over all items from uniform draws with replacement.
 
@@ -183,6 +190,7 @@ def sampled_softmax_loss(
         targets: [q] item rows.
         hidden: [x, 2] pairs (row of `query`, item row) that must not be negatives.
         objective: Gives the number of draws.
+        weights: [q] weight of each target; None: 1 each.
 
     Source: Bengio and Senecal 2008, uniform proposal.
     """
@@ -196,7 +204,7 @@ def sampled_softmax_loss(
     )
     own = (query * model.dense_item_rows(targets)).sum(-1, keepdim=True).float()
     first = torch.zeros_like(targets)
-    return F.cross_entropy(torch.cat([own, logits], dim=1), first, reduction="sum")
+    return _summed(torch.cat([own, logits], dim=1), first, weights)
 
 
 def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tensor:
@@ -236,16 +244,33 @@ def heads_loss(model: Recommender, batch: HistoryBatch, trunk: Tensor) -> Tensor
     for level, offset in enumerate(offsets):
         logits = model.parallel_logits(trunk, level).float()
         target = model.item_tokens[batch.trunk_rows, level] - offset
-        total = total + F.cross_entropy(logits, target, reduction="sum")
+        total = total + _summed(logits, target, batch.trunk_weights)
     return total
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float) -> Tensor:
+def _part(weights: Tensor | None, part: slice) -> Tensor | None:
+    return None if weights is None else weights[part]
+
+
+def _summed(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float = 0.0
+) -> Tensor:
+    """Returns the sum of the cross-entropy of each row, times its weight [n] if there are any."""
+    if weights is None:
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    return weights @ F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, valid: Tensor, smoothing: float, weights: Tensor | None
+) -> Tensor:
     """Returns the summed cross-entropy over the valid columns; smoothing also covers only those."""
     log_p = logits.masked_fill(~valid, MASKED).log_softmax(-1)
-    loss = -log_p.gather(1, targets[:, None]).sum()
+    own = -log_p.gather(1, targets[:, None])
+    loss = own.sum() if weights is None else weights @ own[:, 0]
     if smoothing:
         spread = -(log_p * valid).sum(-1) / valid.sum(-1)
+        spread = spread if weights is None else weights * spread
         loss = (1 - smoothing) * loss + smoothing * spread.sum()
     return loss
 

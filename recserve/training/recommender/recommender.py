@@ -30,6 +30,7 @@ from recserve.training.auto_choice import choose_auto
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
 from recserve.training.recommender.fit_history_bonus import fit_history_bonus
+from recserve.training.recommender.fit_negative_weight import fit_negative_weight
 from recserve.training.recommender.history_trees import HistoryTrees
 from recserve.training.recommender.objectives import Objective, node_paths, tree_losses
 from recserve.training.schedule import Schedule
@@ -202,7 +203,12 @@ class RecommenderTrainee:
         self.trie: Trie = build_trie(codes, config.codebook_sizes)
         train = events.leave_one_out().train
         self.data = HistoryTrees(
-            train.offsets, train.item_rows, catalog.semantic_ids.codes, self.trie, config
+            train.offsets,
+            train.item_rows,
+            catalog.semantic_ids.codes,
+            self.trie,
+            config,
+            train.relative_weights(),
         )
         self.trie = self.trie.to(device)
         self.paths = node_paths(self.trie)
@@ -315,6 +321,15 @@ def train_recommender(
                 fitted.bonus.save(directory)
             values["history_bonus"] = fitted.evidence()
             console.print(str(fitted), soft_wrap=True)
+        if bundle.manifest.event_weights:
+            bonus = None if fitted is None else fitted.bonus
+            lowered = fit_negative_weight(
+                trainee.model, bundle, bonus, recipe.choice_users, options.limit.part(0.2)
+            )
+            if lowered is not None:
+                values["negative_weight"] = lowered.weight
+                values["negative_events"] = lowered.evidence()
+                console.print(str(lowered), soft_wrap=True)
     bundle.commit("recommender", values)
     if recipe.reranks:
         choices = choose_auto(

@@ -29,6 +29,7 @@ from recserve.training.options import TrainOptions
 from recserve.training.ranker.ranker import (
     RankerRecipe,
     RankerSource,
+    RankerTrainee,
     fit_dense_columns,
     fit_ranker,
     make_ranker,
@@ -203,6 +204,32 @@ def test_every_event_is_a_target_when_there_is_room() -> None:
     data.positives = 8
     count = sum(int(data.batch(plan).labels[:, 0].sum()) for plan in data.plan(3))
     assert count == data.train.num_events
+
+
+def test_an_event_and_its_sampled_items_weigh_as_much_as_the_event() -> None:
+    log = topic_log(40)
+    data, plain = make_data(weighted(log)), make_data(log)
+    model = make_ranker(data.tables, noise_vectors(), SMALL, seed=0).eval()
+    mean = float(data.train.weights.mean())
+    trainee = RankerTrainee(model, data, log, np.arange(4), 0.5)
+    for plan in data.plan(0):
+        batch = data.batch(plan)
+        assert torch.equal(batch.labels, plain.batch(plan).labels)
+        rows = batch.inputs.tokens.flatten()[batch.candidates].reshape(-1, 4)
+        by_hand = (1 + rows[:, :1] % 3).expand(-1, 4).flatten() / mean
+        torch.testing.assert_close(batch.weights, by_hand.float())
+        with torch.no_grad():
+            logits = score(model, batch)
+            each = (
+                torch.nn.functional.softplus(logits) - logits * batch.labels[:, : logits.shape[1]]
+            )
+            expected = (each * by_hand[:, None]).sum() / len(by_hand)
+            assert trainee.loss(plan).total.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def weighted(log: EventLog) -> EventLog:
+    """The log with weights that follow from the items."""
+    return replace(log, weights=(1 + log.item_rows % 3).astype(np.float32))
 
 
 def test_plans_and_batches_repeat_exactly() -> None:

@@ -50,12 +50,18 @@ def count_by_hand(events: EventLog) -> np.ndarray:
         rows = events.item_rows[start:stop].tolist()
         for first in range(len(rows)):
             for second in range(first + 1, min(first + DISTANCE + 1, len(rows))):
-                sums[rows[first], rows[second]] += 1 / (second - first)
+                weight = 1 if events.weights is None else events.weights[start + second]
+                sums[rows[first], rows[second]] += weight / (second - first)
     return np.log1p(sums)
 
 
-def test_links_count_the_pairs_of_training_events(bundle: Bundle) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_links_count_the_pairs_of_training_events(bundle: Bundle, weighted: bool) -> None:
+    """Each pair counts the weight of its later event."""
     train = bundle.events().leave_one_out().train
+    if weighted:
+        drawn = np.random.default_rng(2).choice([0, 0.5, 3], train.num_events)
+        train = replace(train, weights=drawn.astype(np.float32))
     by_hand = count_by_hand(train)
     assert (by_hand > 0).sum(1).max() <= MAX_LINKS
     np.testing.assert_allclose(table_of(link_items(train, NUM_ITEMS)), by_hand, atol=1e-6)

@@ -243,3 +243,49 @@ def test_heads_learn_without_touching_the_trunk() -> None:
         .sum()
         > 0
     )
+
+
+@pytest.mark.parametrize("kind", ["children", "vocabulary", "heads", "dense", "sampled"])
+def test_each_target_counts_its_weight(kind: str) -> None:
+    """Losses and gradients with weights, against a sum over targets that count alone."""
+    levels = kind not in ("heads", "dense", "sampled")
+    model = build(
+        "items",
+        kind if levels else "children",
+        level_heads=kind == "heads",
+        autoregressive=kind != "heads",
+    )
+    objective = Objective(
+        label_smoothing=0.1,
+        mask_seen=False,
+        dense_weight=1.0 if kind in ("dense", "sampled") else 0.0,
+        dense_negatives=1 if kind == "sampled" else 16_384,
+    )
+    plain = trees_of(model)
+    trees, parameters = np.array([0, 2, 1]), list(model.parameters())
+    name = kind if kind in ("heads", "dense") else "dense" if kind == "sampled" else "levels"
+
+    def losses(weights: np.ndarray | None) -> tuple[float, list[torch.Tensor | None]]:
+        data = HistoryTrees(OFFSETS, ROWS, CODES, trie(), model.config, weights)
+        torch.manual_seed(0)
+        found = tree_losses(model, trie(), node_paths(trie()), data.batch(trees), objective)
+        grads = torch.autograd.grad(found.total, parameters, allow_unused=True)
+        return float(found.parts[name]), list(grads)
+
+    rows = plain.batch(trees).trunk_rows
+    weights = np.random.default_rng(3).uniform(0, 3, len(ROWS)).astype(np.float32)
+    alone = [losses(np.eye(len(ROWS), dtype=np.float32)[event]) for event in range(len(ROWS))]
+    got, grads = losses(weights)
+    expected = sum(float(w) * one for w, (one, _) in zip(weights, alone, strict=True))
+    assert got == pytest.approx(expected, rel=1e-4)
+    every, _ = losses(None)
+    assert sum(one for one, _ in alone) == pytest.approx(every, rel=1e-4)
+    for place, grad in enumerate(grads):
+        if grad is not None:
+            parts = [float(w) * one[1][place] for w, one in zip(weights, alone, strict=True)]
+            torch.testing.assert_close(grad, torch.stack(parts).sum(0), atol=1e-5, rtol=1e-3)
+    # The weight of an event belongs to its own target.
+    data = HistoryTrees(OFFSETS, ROWS, CODES, trie(), model.config, ROWS.astype(np.float32))
+    batch = data.batch(trees)
+    assert torch.equal(batch.trunk_weights, rows.float())
+    assert torch.equal(batch.target_weights, batch.target_rows.float())
