@@ -26,17 +26,29 @@ EVERY = {"none": lambda m: NoDrafter()} | MAKERS
 
 
 def results(engine, queries):
-    """Returns the completion or the error of each request, all of them together."""
-    futures = [engine.submit(query) for query in queries]
+    """Returns the completion or the error of each request, all of them together.
+
+    An error has the tokens before it as its attribute `tokens`.
+    """
+    written = [[] for _ in queries]
+    listening = [
+        replace(query, on_commit=lambda commit, own=own: own.extend(commit.tokens))
+        for query, own in zip(queries, written, strict=True)
+    ]
+    futures = [engine.submit(query) for query in listening]
     while engine.step():
         pass
-    return [future.exception(0) or future.result(0) for future in futures]
+    found = [future.exception(0) or future.result(0) for future in futures]
+    for one, own in zip(found, written, strict=True):
+        if isinstance(one, Exception):
+            one.tokens = np.array(own)
+    return found
 
 
 def outcome(result):
     """Returns what a text may not differ in."""
     if isinstance(result, Exception):
-        return type(result), str(result)
+        return type(result), str(result), tuple(result.tokens.tolist())
     logprobs = [(t.chosen, t.top_tokens) for t in result.logprobs]
     return tuple(result.tokens.tolist()), result.finish_reason, result.stop_token, len(logprobs)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from recserve.tokenizer.tokenizer import TextTokenizer
 
 # A state of a lexer takes 1 to 2 kB, and a unit of fuel about .02 us to compile and .07 us to step.
 LIMITS = {
-    "max_items_in_row": 2000,
+    "max_items_in_row": 5000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
@@ -29,6 +30,8 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# The engine compiles a grammar again when one of its texts meets a limit (CompiledGrammar).
+MAX_COMPILE_S = 0.5
 # A key must have one spelling: `\u0061` would be a second one of `a`.
 ESCAPES = 'nrbtf\\"'
 # Attributes of rules with which a matcher cannot go back.
@@ -93,6 +96,7 @@ class GrammarCompiler:
         def build() -> LLMatcher:
             return LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
 
+        began_s = time.thread_time()
         compiled = CompiledGrammar(build, self.end_tokens)
         if compiled.error:
             raise _refusal(schema, compiled.error)
@@ -105,6 +109,8 @@ class GrammarCompiler:
             raise UnfitGrammar("", str(error)) from None
         if matcher.is_dead():
             raise UnfitGrammar("", "no text can fulfil it")
+        if time.thread_time() - began_s > MAX_COMPILE_S:
+            raise UnfitGrammar("", f"takes more than {MAX_COMPILE_S} s to compile; make it smaller")
         return compiled
 
 
