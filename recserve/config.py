@@ -148,6 +148,10 @@ class ServerConfig(BaseSettings):
             not at all.
         slate_log_rotate_s: Time after which logged rows are written. A crash loses no older ones.
         slate_log_max_bytes: Size of the slate log above which its oldest files are deleted.
+        event_log: Folder for a Parquet log of accepted events and corrections, which
+            `recserve build` reads. It names users by their ids.
+        event_log_rotate_s: As `slate_log_rotate_s`, for the event log.
+        event_log_max_bytes: As `slate_log_max_bytes`, for the event log.
         otlp_endpoint: URL of an OpenTelemetry receiver (OTLP over HTTP) for traces. Needs the extra
             `otel`.
         otlp_sample_ratio: Share of the requests that are traced, unless the caller has decided.
@@ -217,6 +221,9 @@ class ServerConfig(BaseSettings):
     slate_log_users: Literal["hash", "id", "none"] = "hash"
     slate_log_rotate_s: float = Field(60.0, gt=0, le=86_400)
     slate_log_max_bytes: int = Field(10 << 30, ge=1 << 20)
+    event_log: Path | None = None
+    event_log_rotate_s: float = Field(60.0, gt=0, le=86_400)
+    event_log_max_bytes: int = Field(10 << 30, ge=1 << 20)
     otlp_endpoint: str | None = Field(None, pattern="^https?://[^/]+")
     otlp_sample_ratio: float = Field(1.0, ge=0, le=1)
     metrics_compat: Literal["vllm"] | None = None
@@ -302,6 +309,8 @@ class ServerConfig(BaseSettings):
                     raise ValueError(f"{name}: is for a language model; set llm too")
         if self.bundle is None and self.slate_log is not None:
             raise ValueError("slate_log: is for slates; set bundle too")
+        if self.bundle is None and self.event_log is not None:
+            raise ValueError("event_log: is for events of users; set bundle too")
         return self
 
     @model_validator(mode="after")

@@ -49,7 +49,8 @@ class BuildOptions:
 
     Attributes:
         items: File of items: Parquet, CSV or JSON lines.
-        events: File of events in any of these formats.
+        events: File of events in any of these formats, the folder of a server's event log, or
+            several of them, whose events are joined.
         out: Folder of the new bundle.
         embeddings: File of the user's own item vectors. None makes vectors from the items' text.
         quantizer: `residual` or `product`.
@@ -76,7 +77,7 @@ class BuildOptions:
     """
 
     items: Path
-    events: Path
+    events: Path | tuple[Path, ...]
     out: Path
     embeddings: Path | None = None
     quantizer: Literal["residual", "product"] = "residual"
@@ -221,7 +222,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         named = (*options.event_kinds.named, *options.event_weights.named)
         check_type_names({*events.type_names, *named})
     except ValueError as fault:
-        raise SchemaError(f"{options.events}: column type: {fault}") from None
+        raise SchemaError(f"{bad_events.file}: column type: {fault}") from None
     for line in (*_column_lines(bad_events, ()), *bad_events.lines()):
         log(line)
     log(f"{len(items)} items, {events.num_users} users, {events.num_events} events")
@@ -230,7 +231,7 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
     wanted = _positive_events(options, events)
     if events.num_events and not wanted.num_events:
         raise SchemaError(
-            f"{options.events}: no event is positive, so there is nothing to train on; name the "
+            f"{bad_events.file}: no event is positive, so there is nothing to train on; name the "
             "types that say that a user wants an item with --positive TYPE"
         )
 
@@ -357,7 +358,7 @@ def _check_shared(options: BuildOptions, *reports: BadRows) -> None:
             try:
                 rename_columns(there, {ours: theirs})
             except ValueError as error:
-                files = f"{options.items} and {options.events}"
+                files = " and ".join(report.file for report in reports)
                 raise SchemaError(f"{files}: {error}") from None
 
 

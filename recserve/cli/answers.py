@@ -160,6 +160,32 @@ def backup(
     )
 
 
+def export(
+    bundle: BundleFlag,
+    out: Annotated[Path, typer.Option(help="Folder for the events, of a new or an old event log.")],
+    since: Annotated[
+        str | None,
+        typer.Option(help="Time of the oldest events, as 2026-11-29 or 2026-11-29T08:00:00Z."),
+    ] = None,
+    store: StoreFlag = None,
+) -> None:
+    """Write the stored events of all users as an event log, which `build --events` reads."""
+    from recserve.cli.flags import moment
+    from recserve.service.history_export import export_events
+
+    since_us = None if since is None else moment(since, "--since")
+    with _service(bundle, store, "cpu") as service:
+        done = export_events(service.histories, out, since_us)
+    typer.echo(f"{done.num_events} events of {done.num_users} users in {out}")
+    for number, reason in (
+        (done.num_unknown, "events left out: the catalogue does not know their item"),
+        (done.num_positions, "events left out: they have a position and no time"),
+        (done.num_damaged, "users left out: their stored history is damaged"),
+    ):
+        if number:
+            typer.echo(f"{number} {reason}")
+
+
 def restore(
     bundle: BundleFlag,
     source: Annotated[Path, typer.Option("--from", help="Folder of a backup.")],

@@ -73,12 +73,13 @@ experiments_app.command()(experiment_admin.start)
 app.add_typer(experiments_app, name="experiments")
 
 history_app = typer.Typer(
-    help="Show, delete, back up or restore stored histories.", no_args_is_help=True
+    help="Show, delete, export, back up or restore stored histories.", no_args_is_help=True
 )
 history_app.command()(answers.show)
 history_app.command()(answers.delete)
 history_app.command()(answers.backup)
 history_app.command()(answers.restore)
+history_app.command()(answers.export)
 app.add_typer(history_app, name="history")
 
 fleet_app = typer.Typer(

@@ -26,7 +26,11 @@ def build(
         Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
     ],
     events: Annotated[
-        Path, typer.Option(help="As --items: user_id, item_id, timestamp/position, type, value.")
+        list[Path],
+        typer.Option(
+            help="As --items: user_id, item_id, timestamp/position, type, value; or the folder of "
+            "an event log. Repeat the flag to join several."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
     embeddings: Annotated[
@@ -91,7 +95,7 @@ def build(
 
     options = BuildOptions(
         items=items,
-        events=events,
+        events=events[0] if len(events) == 1 else tuple(events),
         out=out,
         embeddings=embeddings,
         quantizer=quantizer,

@@ -73,6 +73,19 @@ def json_value(text: str, flag: str) -> Any:
         raise typer.BadParameter(f"not JSON ({error})", param_hint=flag) from None
 
 
+def moment(text: str, flag: str) -> int:
+    """Parses a date or a time as microseconds since 1970; without a zone it is UTC.
+
+    Raises BadParameter.
+    """
+    from recserve.features.tables.rfc3339 import parse_timestamp
+
+    try:
+        return int(parse_timestamp(text, utc=True) * 1_000_000)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from None
+
+
 def numbers(text: str, flag: str) -> tuple[int, ...]:
     """Parses comma-separated numbers of at least 1. Raises BadParameter."""
     try:

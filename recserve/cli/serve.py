@@ -75,6 +75,9 @@ def serve(
     slate_log: Annotated[
         Path | None, typer.Option(help="Folder for a Parquet log of slates and their outcomes.")
     ] = None,
+    event_log: Annotated[
+        Path | None, typer.Option(help="Folder for a Parquet log of accepted events.")
+    ] = None,
     log_format: Annotated[str | None, typer.Option(help="`text` or `json`.")] = None,
     metrics_compat: Annotated[
         str | None, typer.Option(help="`vllm` also exports metrics under vLLM's names.")
@@ -110,6 +113,7 @@ def serve(
         **{"experiments": None if experiments is None else yaml_list(experiments, "experiments")},
         **{"log_format": log_format, "metrics_compat": metrics_compat},
         **{"otlp_endpoint": otlp_endpoint, "slate_log": slate_log},
+        **{"event_log": event_log},
     }
     settings = ServerConfig.load(flags, config)
     settings.check_files()

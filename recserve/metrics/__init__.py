@@ -1,6 +1,6 @@
 """Prometheus metrics: the collectors of a server, the engine's figures, and vLLM's names."""
 
-from recserve.metrics.gauges import CatalogLogCounts, Gauges, SlateLogCounts
+from recserve.metrics.gauges import CatalogLogCounts, Gauges, LogCounts
 from recserve.metrics.metrics import ARMS, POSITIONS, SECONDS, STAGES, Metrics
 from recserve.metrics.recent import RecentMetrics, RecentSample
 
@@ -11,8 +11,8 @@ __all__ = [
     "STAGES",
     "CatalogLogCounts",
     "Gauges",
+    "LogCounts",
     "Metrics",
     "RecentMetrics",
     "RecentSample",
-    "SlateLogCounts",
 ]

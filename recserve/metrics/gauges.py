@@ -42,16 +42,16 @@ class WatchedDrafts(Protocol):
 
 
 @dataclass
-class SlateLogCounts:
-    """Running figures of the slate log.
+class LogCounts:
+    """Running figures of a log of Parquet files.
 
     Attributes:
-        rows: Rows written so far, by `slates` and `outcomes`.
+        rows: Rows written so far, by kind of files.
         dropped: Records that were not written, by `queue_full` and `write_failed`.
         bytes: Size of the files in the folder.
     """
 
-    rows: dict[str, int] = field(default_factory=lambda: {"slates": 0, "outcomes": 0})
+    rows: dict[str, int]
     dropped: dict[str, int] = field(default_factory=lambda: {"queue_full": 0, "write_failed": 0})
     bytes: int = 0
 
@@ -165,6 +165,7 @@ class Gauges:
             counted.
         build: Labels of `recserve_build_info`; empty before the engine is loaded.
         slate_log: Figures of the slate log; None without one.
+        event_log: Figures of the event log; None without one.
         catalog_log: Figures of a shared log of item changes; None without one.
     """
 
@@ -250,7 +251,7 @@ class Gauges:
             _by_drafter(lambda drafts: drafts.paused),
         ),
     )
-    slate_log: SlateLogCounts | None = _figure(
+    slate_log: LogCounts | None = _figure(
         Row(
             "recserve_slate_log_rows",
             "Rows written to the slate log",
@@ -268,6 +269,28 @@ class Gauges:
         Row(
             "recserve_slate_log_bytes",
             "Size of the slate log",
+            samples=_of_log(lambda log: _number(log.bytes)),
+        ),
+        default=None,
+    )
+
+    event_log: LogCounts | None = _figure(
+        Row(
+            "recserve_event_log_rows",
+            "Events and corrections written to the event log",
+            samples=_of_log(lambda log: _number(log.rows["events"])),
+            counts=True,
+        ),
+        Row(
+            "recserve_event_log_dropped",
+            "Events and corrections that the event log lost",
+            ("reason",),
+            _of_log(lambda log: _by_label(log.dropped)),
+            counts=True,
+        ),
+        Row(
+            "recserve_event_log_bytes",
+            "Size of the event log",
             samples=_of_log(lambda log: _number(log.bytes)),
         ),
         default=None,

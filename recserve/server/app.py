@@ -75,12 +75,12 @@ def create_app(config: ServerConfig, service: Service | None = None) -> FastAPI:
     metrics = Metrics(
         strategies,
         REASONS,
-        lambda: telemetry.add_slate_log(lifecycle.gauges()),
+        lambda: telemetry.add_logs(lifecycle.gauges()),
         vllm_model(config),
         CODES,
     )
     counts = None if arms is None else arms.experiments
-    effects = Effects(telemetry.slate_log, counts, metrics.rounds.observe)
+    effects = Effects(telemetry.slate_log, telemetry.event_log, counts, metrics.rounds.observe)
     loader = ServiceLoader(config, service, effects)
     lifecycle = Lifecycle(loader, metrics.bundle_swaps, None if arms is None else arms.check)
     recent = RecentMetrics(metrics, lifecycle.gauges)

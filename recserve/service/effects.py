@@ -1,14 +1,15 @@
 """What a slate, an event or a deletion changes beside its answer, and from which door.
 
 Slates leave the service through `Effects.show`, attributed events come back through
-`Effects.attribute`, and users leave through `Effects.forget`. No other place has these effects. A
-door has an effect if it calls that method:
+`Effects.attribute`, and users leave through `Effects.forget`. No other place has these effects, but
+`Histories.add`, which logs what the store has taken. A door has an effect if it calls that method:
 
     effect                            /v1   /v2   Python   batch, evaluation
     rounds are counted                yes   yes   yes      no
     slates are logged                 yes   yes   yes      no
     outcomes are logged and counted   yes   -     yes      -
-    a deletion reaches the log        yes   -     yes      -
+    events are logged                 yes   -     yes      -
+    a deletion reaches the logs       yes   -     yes      -
     an experiment draws the arm       yes   yes   no       no
     the clock may choose for `auto`   yes   yes   yes      no
 
@@ -27,6 +28,7 @@ from msgspec import structs
 from recserve.schemas.events import EventsRequest, EventsResponse
 from recserve.schemas.items import RecommendResponse, UserRef, without_log_probs
 from recserve.service.attribution import Signer
+from recserve.service.event_log import EventLogWriter
 from recserve.service.slate_log.records import OutcomeRecord, verify_tokens
 from recserve.service.slate_log.slate_log import SlateLog
 
@@ -54,11 +56,13 @@ class Effects:
 
     Attributes:
         slate_log: Log of slates and outcomes; None without one.
+        event_log: Log of accepted events and corrections; None without one.
         arms: The experiments of the server; None without any.
         count_rounds: Called with the rounds of each slate.
     """
 
     slate_log: SlateLog | None = None
+    event_log: EventLogWriter | None = None
     arms: ArmCounts | None = None
     count_rounds: Callable[[int], None] = _ignore
 
@@ -110,9 +114,11 @@ class Effects:
         return structs.replace(stored, unattributed=wrong) if wrong else stored
 
     def forget(self, user_id: str, signer: Signer) -> None:
-        """Removes a user's rows of the slate log. Raises OSError if a row may be left."""
+        """Removes a user's rows of the logs. Raises OSError if a row may be left."""
         if self.slate_log is not None:
             self.slate_log.forget(user_id, signer)
+        if self.event_log is not None:
+            self.event_log.remove([user_id])
 
 
 def _describe(arms: ArmCounts, outcome: OutcomeRecord) -> tuple[str, str, str, str, str]:

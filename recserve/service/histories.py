@@ -51,6 +51,7 @@ from recserve.schemas.events import (
     HistoryResponse,
 )
 from recserve.schemas.items import InvalidRequest, MissingField, Rejection, UserRef
+from recserve.service.event_log import EventLogWriter
 from recserve.service.event_types import EventTypes
 from recserve.service.history import (
     EMPTY_HISTORY,
@@ -85,6 +86,7 @@ class Histories:
         shown: Records of what users were shown.
         default_value: Value of an event that does not have one.
         owns_store: True if `close` closes the store; False while another service owns it.
+        event_log: Log of what the store has taken; None without one.
         successor: Engine of the service that replaces this one; it shares the store. Requests that
             are still in flight here also clear its caches. None before a replacement.
     """
@@ -105,6 +107,7 @@ class Histories:
         self.shown = shown
         self.default_value = default_value
         self.owns_store = owns_store
+        self.event_log: EventLogWriter | None = None
         self.successor: Engine | None = None
 
     def read(
@@ -147,7 +150,7 @@ class Histories:
 
         Args:
             body: The events.
-            popular: Whether new events count for the list `popular`.
+            popular: Whether new events count for the list `popular`, and are logged.
             client: Who sends them.
 
         Raises:
@@ -166,6 +169,8 @@ class Histories:
                     wanted_events(revised.before, snapshot.items, self.types),
                     wanted_events(revised.after, snapshot.items, self.types),
                 )
+        if popular and self.event_log is not None:
+            self.event_log.take(body.events, incoming.users, stored, incoming.now_us)
         if popular:
             weights = incoming.new_weights() if self.types.weights.entries else None
             self.catalog.count_events(incoming.new_keys, incoming.new_times, weights)

@@ -402,9 +402,9 @@ class Service:
         return self.histories.list_events(check_id("user_id", user_id))
 
     def delete_user(self, user_id: AnyId) -> None:
-        """Removes a user from the history store, the caches and the slate log.
+        """Removes a user from the history store, the caches and the logs.
 
-        Raises StoreUnavailable, InvalidRequest, or OSError if a row of the log may be left.
+        Raises StoreUnavailable, InvalidRequest, or OSError if a row of a log may be left.
         """
         self.forget_user(check_id("user_id", user_id))
 
@@ -413,6 +413,8 @@ class Service:
         self.effects = effects
         if self._recommender is not None:
             self._recommender.log_probs = effects.slate_log is not None
+        if self._histories is not None:
+            self._histories.event_log = effects.event_log
 
     def show(
         self, body: RecommendRequest, answer: RecommendResponse, tracked: bool = True

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from recserve.core.draft_policy import DraftHealth
 from recserve.core.request import Timing
 from recserve.metrics import POSITIONS, Gauges, Metrics
-from recserve.metrics.gauges import SlateLogCounts
+from recserve.metrics.gauges import LogCounts
 from recserve.speculation.completion import SpeculationCounts
 
 PAGES = Path(__file__).parent / "pages"
@@ -22,7 +22,7 @@ GAUGES = Gauges(
     prefix_tokens={"hit": 30, "miss": 10},
     build={"version": "1", "torch": "2", "device": "cpu", "isa": "avx2"},
     drafts={"ngram": DraftHealth((0.75, 0.5), 1.2, 1.4, True, False)},
-    slate_log=SlateLogCounts({"slates": 4}, {"queue_full": 1}, 99),
+    slate_log=LogCounts({"slates": 4}, {"queue_full": 1}, 99),
 )
 
 
@@ -40,9 +40,7 @@ FULL = Gauges(
     running=2,
     build={"version": "1", "torch": "2", "device": "cpu", "isa": "avx2"},
     drafts={"ngram": DraftHealth((0.75, 0.5), 1.2, 1.4, True, False)},
-    slate_log=SlateLogCounts(
-        {"slates": 4, "outcomes": 2}, {"queue_full": 1, "write_failed": 0}, 99
-    ),
+    slate_log=LogCounts({"slates": 4, "outcomes": 2}, {"queue_full": 1, "write_failed": 0}, 99),
 )
 
 

@@ -3,6 +3,7 @@
 import random
 import re
 
+import pyarrow.parquet as pq
 import pytest
 
 from recserve.batch.together import together
@@ -96,6 +97,7 @@ def test_a_door_has_the_effects_of_the_table(tmp_path, name, marked):
     one = {"name": "x", "use": "recommend", "arms": [{"name": "a"}, {"name": "b"}]}
     one["goals"] = ["click"]
     settings = {"experiments": [one], "slate_log": log, "experiments_dir": tmp_path / "counts"}
+    settings["event_log"] = events = tmp_path / "events"
     expected = {effect: word for (effect, door), word in the_table().items() if door == name}
     with opened(tmp_path) as service, live(service, **settings) as client:
         signer, chooser = service.signer, service.recommender.chooser
@@ -103,6 +105,8 @@ def test_a_door_has_the_effects_of_the_table(tmp_path, name, marked):
         plain, door = Door("/v1", service, client), Door(name, service, client, marked)
         seen = plain.recommend(clicker)
         plain.recommend(leaver)
+        left = {"user_id": leaver, "item_id": service.samples(0, 1)["items"][0]}
+        plain.add(left)
         choose = chooser.choose
         chooser.choose = lambda *given: clock.append(1) or choose(*given)
         before = rounds(client), counts(client, "answers")
@@ -116,7 +120,7 @@ def test_a_door_has_the_effects_of_the_table(tmp_path, name, marked):
             item, token = seen["items"][0]["item_id"], seen["attribution_token"]
             event = {"user_id": clicker, "item_id": item, "type": "click"}
             door.add(event | {"attribution_token": token})
-        if expected["a deletion reaches the log"] is not None:
+        if expected["a deletion reaches the logs"] is not None:
             door.forget(leaver)
         clicks = counts(client, "events")
     users = {kind: read_log(log, kind).column("user").to_pylist() for kind in SCHEMAS}
@@ -124,9 +128,14 @@ def test_a_door_has_the_effects_of_the_table(tmp_path, name, marked):
     outcomes = users["outcomes"].count(signer.user(clicker))
     assert outcomes == clicks
     found["outcomes are logged and counted"] = bool(outcomes)
-    found["a deletion reaches the log"] = signer.user(leaver) not in users["slates"]
+    logged = [pq.read_table(path).column("user_id").to_pylist() for path in events.iterdir()]
+    logged = sum(logged, [])
+    found["events are logged"] = clicker in logged
+    gone = signer.user(leaver) not in users["slates"]
+    assert gone == (leaver not in logged)
+    found["a deletion reaches the logs"] = gone
     always = {"rounds are counted", "the clock may choose for `auto`"}
-    always.add("a deletion reaches the log")
+    always.add("a deletion reaches the logs")
     wanted = {
         effect: bool(word) and (not marked or effect in always) for effect, word in expected.items()
     }

@@ -42,6 +42,7 @@ OTHER_NAMES = {
     ),
     "position": ("order", "rank", "sequence", "seq", "step", "index"),
     "type": ("event", "eventtype", "eventname", "action", "behavior", "behaviour", "interaction"),
+    "event_id": ("eventuuid", "eventkey", "uuid"),
     "value": ("rating", "ratings", "score", "stars", "overall", "weight"),
 }
 CLOSE = 0.8  # least similarity of a misspelt name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from recserve.features.tables.conversions import (
     show_time,
     values_given,
 )
+from recserve.features.tables.event_files import REMOVE, event_keys, read_event_files
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
@@ -42,20 +44,22 @@ from recserve.features.tables.parquet import (
     longer_than,
     null_or_blank,
 )
+from recserve.features.tables.text_files import Content
 
 DEFAULT_TYPE = "event"
-COLUMNS = ("user_id", "item_id", "timestamp", "position", "type", "value")
+COLUMNS = ("user_id", "item_id", "timestamp", "position", "type", "value", "event_id")
 CLOCKS = ("timestamp", "position")
+IDS = "ids that join events of several files"
 
 
 def read_events(
-    path: str | Path,
+    path: str | Path | Sequence[Path],
     items: ItemTable,
     on_bad_rows: OnBadRows = "error",
     columns: Mapping[str, str] | None = None,
     valued: Collection[str] = (),
 ) -> tuple[EventLog, BadRows]:
-    """Reads events from Parquet, CSV or JSON lines.
+    """Reads events from Parquet, CSV or JSON lines, from event logs of servers, or from several.
 
     Users are numbered by first appearance. The columns are:
 
@@ -65,6 +69,8 @@ def read_events(
       time.
     - `type`: optional string.
     - `value`: optional number.
+    - `event_id`: optional id of the event. It joins an event with its copy and its corrections in
+      another file.
 
     These rows are rejected:
 
@@ -76,8 +82,11 @@ def read_events(
     Each user's events are sorted by time, then by position; ties stay in file order. The report
     counts the rows that are older than the previous row of their user.
 
+    Each file is checked by itself. Of an event that several hold, the version that a server
+    received last counts, and an event that was removed is left out.
+
     Args:
-        path: File with `timestamp` or `position` or both.
+        path: File with `timestamp` or `position` or both; the folder of an event log; or several.
         items: Items that events may refer to.
         on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
         columns: Names of columns in the file by our name, as of `--column`.
@@ -90,27 +99,63 @@ def read_events(
         SchemaError: If the file is unreadable or columns are missing or mistyped.
         BadRowError: If a row is rejected under "error".
     """
-    source = InputTable(Path(path), COLUMNS, names_of_table(columns or {}, "events", COLUMNS))
+    names = names_of_table(columns or {}, "events", COLUMNS)
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    if not paths:
+        raise SchemaError("no file of events is given; expected one or more")
+    if len(paths) > 1 or paths[0].is_dir():
+        parts = [_Part.of(one, names, items, on_bad_rows, valued) for one in paths]
+        return _join(parts)
+    source = InputTable(paths[0], COLUMNS, names)
+    arrays, check = _checked(source, items, on_bad_rows, valued)
+    kept = check.finish()
+    check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))
+    return arrays.log(kept), check.report(source.columns())
+
+
+def find_problems(
+    path: str | Path | Sequence[Path], columns: Mapping[str, str] | None = None
+) -> list[str]:
+    """Returns why the columns of event files cannot be used, whatever the items are."""
+    nothing = ItemTable([], [], [], pa.table({}))
+    names = names_of_table(columns or {}, "events", COLUMNS)
+    problems = []
+    for one in [path] if isinstance(path, str | Path) else path:
+        try:
+            if Path(one).is_dir():
+                read_event_files(Path(one))
+            else:
+                _Columns.of(InputTable(Path(one), COLUMNS, names), nothing)
+        except SchemaError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _checked(
+    source: InputTable,
+    items: ItemTable,
+    on_bad_rows: OnBadRows,
+    valued: Collection[str],
+    versions: bool = False,
+) -> tuple[_Columns, RowCheck]:
+    """Returns the columns of a file, and which of its rows are valid.
+
+    Args:
+        source: The file.
+        items: Items that events may refer to.
+        on_bad_rows: As of `read_events`.
+        valued: As of `read_events`.
+        versions: Whether rows may be versions of one event, as in a log.
+    """
     arrays = _Columns.of(source, items)
     check = RowCheck(source.path, len(source), on_bad_rows, source.labels)
     source.reject_unreadable(check, COLUMNS)
     if valued:
         arrays.reject_missing_values(check, source, valued)
     arrays.reject_invalid(check)
-    kept = check.finish()
-    check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))
-    return arrays.log(kept), check.report(source.columns())
-
-
-def find_problems(path: str | Path, columns: Mapping[str, str] | None = None) -> list[str]:
-    """Returns why the columns of an event file cannot be used, whatever the items are."""
-    nothing = ItemTable([], [], [], pa.table({}))
-    try:
-        names = names_of_table(columns or {}, "events", COLUMNS)
-        _Columns.of(InputTable(Path(path), COLUMNS, names), nothing)
-    except SchemaError as error:
-        return [str(error)]
-    return []
+    if not versions:
+        arrays.reject_repeats(check)
+    return arrays, check
 
 
 @dataclass(frozen=True)
@@ -149,6 +194,8 @@ class _Columns:
         times, positions, clock = _times(source)
         types, type_names = _types(source)
         values = source.convert("value", convert_values, "event values", np.ones(rows))
+        if source.has("event_id"):
+            source.uses["event_id"] = IDS
         for name in source.table.column_names:
             if name not in COLUMNS:
                 source.uses[name] = "not used" + source.suggestion(name)
@@ -163,6 +210,49 @@ class _Columns:
             times,
             positions,
             clock,
+        )
+
+    def take(self, rows: np.ndarray) -> _Columns:
+        """Returns the given rows."""
+        chosen = pa.array(rows)
+        times, positions = (
+            Times(one.values[rows], one.null[rows], one.given.take(chosen))
+            for one in (self.times, self.positions)
+        )
+        return replace(
+            self,
+            users=self.users.take(chosen),
+            item_ids=self.item_ids.take(chosen),
+            item_rows=self.item_rows[rows],
+            types=self.types[rows],
+            values=self.values[rows],
+            times=times,
+            positions=positions,
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[_Columns]) -> _Columns:
+        """Returns the rows of several files with one clock, one file after another."""
+        names = tuple(sorted({name for part in parts for name in part.type_names}))
+        numbers = [np.array([names.index(n) for n in part.type_names], np.int16) for part in parts]
+        times, positions = (
+            Times(
+                np.concatenate([one.values for one in clocks]),
+                np.concatenate([one.null for one in clocks]),
+                pa.chunked_array([pa.nulls(sum(len(one.values) for one in clocks))]),
+            )
+            for clocks in zip(*((part.times, part.positions) for part in parts), strict=True)
+        )
+        return _Columns(
+            pa.concat_arrays([part.users for part in parts]),
+            pa.concat_arrays([part.item_ids for part in parts]),
+            np.concatenate([part.item_rows for part in parts]),
+            np.concatenate([n[part.types] for n, part in zip(numbers, parts, strict=True)]),
+            names,
+            np.concatenate([part.values for part in parts]),
+            times,
+            positions,
+            parts[0].clock,
         )
 
     @property
@@ -185,7 +275,7 @@ class _Columns:
         )
 
     def reject_invalid(self, check: RowCheck) -> None:
-        """Rejects invalid rows, first each row by itself, then rows that repeat earlier ones."""
+        """Rejects rows that are invalid by themselves."""
         clock = self.clock
         for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
             blank = null_or_blank(ids)
@@ -235,7 +325,6 @@ class _Columns:
             "value",
             lambda r: f"it is {self.values[r]}; expected a finite 32-bit float",
         )
-        self._reject_repeats(check, _encode_kept(self.users, check.kept))
 
     def log(self, kept: np.ndarray) -> EventLog:
         """Returns the events of the given rows, with users numbered by first appearance."""
@@ -255,8 +344,10 @@ class _Columns:
             self.clock == "timestamp",
         )
 
-    def _reject_repeats(self, check: RowCheck, user_codes: np.ndarray) -> None:
+    def reject_repeats(self, check: RowCheck) -> None:
+        """Rejects valid rows that repeat earlier ones."""
         clock, users = self.clock, self.users
+        user_codes = _encode_kept(users, check.kept)
         check.refuse(
             _repeats((user_codes, self.item_rows, self.order_by.values, self.types), check.kept),
             "duplicate event",
@@ -284,6 +375,122 @@ class _Columns:
         time, position = self.times.values[rows], self.positions.values[rows]
         back = (time[1:] < time[:-1]) | ((time[1:] == time[:-1]) & (position[1:] < position[:-1]))
         return int(np.count_nonzero(back & (user[1:] == user[:-1])))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The valid rows of one of several files, and the removals of an event log.
+
+    Attributes:
+        arrays: The valid rows.
+        keys: [n] uint64 key of each event; 0 for an event without an id.
+        received: [n] int64 time at which a server received the event; 0 for that of a file.
+        removed: [m] users of the removed events.
+        removed_keys: [m] uint64 keys of the removed events.
+        removed_at: [m] int64 times at which a server received the removals.
+        report: Report of the file.
+    """
+
+    arrays: _Columns
+    keys: np.ndarray
+    received: np.ndarray
+    removed: pa.Array
+    removed_keys: np.ndarray
+    removed_at: np.ndarray
+    report: BadRows
+
+    @classmethod
+    def of(
+        cls,
+        path: Path,
+        names: Mapping[str, str],
+        items: ItemTable,
+        on_bad_rows: OnBadRows,
+        valued: Collection[str],
+    ) -> _Part:
+        """Reads a file, or the folder of an event log. Raises as `read_events`."""
+        gone = empty = pa.array([], pa.large_string())
+        gone_keys, gone_at = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        if path.is_dir():
+            table = read_event_files(path)
+            removes = pc.fill_null(pc.equal(table.column("correction"), REMOVE), False)
+            lost, table = table.filter(removes), table.filter(pc.invert(removes))
+            gone = lost.column("user_id").cast(empty.type).combine_chunks()
+            gone_keys, gone_at = lost.column("event_key").to_numpy(), _microseconds(lost)
+            keys, received = table.column("event_key").to_numpy(), _microseconds(table)
+            columns = table.select([name for name in COLUMNS if name in table.column_names])
+            source = InputTable(path, COLUMNS, content=Content(columns))
+        else:
+            source = InputTable(path, COLUMNS, names)
+            ids = source.convert("event_id", convert_ids, IDS, pa.nulls(len(source), empty.type))
+            keys, received = event_keys(ids), np.zeros(len(source), np.int64)
+        arrays, check = _checked(source, items, on_bad_rows, valued, path.is_dir())
+        # A log may hold removals only, and "skip" may leave nothing of a file.
+        strict = on_bad_rows == "error" and len(source)
+        kept = check.finish() if strict else np.flatnonzero(check.kept)
+        report = check.report(() if path.is_dir() else source.columns())
+        return cls(arrays.take(kept), keys[kept], received[kept], gone, gone_keys, gone_at, report)
+
+
+def _join(parts: Sequence[_Part]) -> tuple[EventLog, BadRows]:
+    """Returns the events of several files, each event once, and a report of all files."""
+    files = ", ".join(part.report.file for part in parts)
+    there = [part for part in parts if len(part.keys)]
+    if not there:
+        raise SchemaError(f"{files}: no usable rows among {sum(p.report.num_rows for p in parts)}")
+    clocks = {part.arrays.clock: part.report.file for part in there}
+    if len(clocks) > 1:
+        raise SchemaError(
+            f"{clocks['position']} orders events by position and {clocks['timestamp']} by time; "
+            "give all files a timestamp"
+        )
+    arrays = _Columns.concat([part.arrays for part in there])
+    keys = np.concatenate([part.keys for part in there])
+    received = np.concatenate([part.received for part in there])
+    num_rows = len(keys)
+    # The removals follow the rows; what is last of an event counts.
+    users = pa.concat_arrays([arrays.users, *(part.removed for part in parts)])
+    codes = users.dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    keys = np.concatenate([keys, *(part.removed_keys for part in parts)])
+    received = np.concatenate([received, *(part.removed_at for part in parts)])
+    order = np.lexsort((received, keys, codes))
+    later = np.append(
+        (codes[order][1:] == codes[order][:-1]) & (keys[order][1:] == keys[order][:-1]), False
+    )
+    kept = np.ones(len(keys), bool)
+    kept[order] = ~later
+    kept = kept[:num_rows] | (keys[:num_rows] == 0)
+    num_versions = num_rows - int(kept.sum())
+    identity = (codes[:num_rows], arrays.item_rows, arrays.order_by.values, arrays.types)
+    again = _repeats(identity, kept)
+    rows = np.flatnonzero(kept & ~again)
+    if not rows.size:
+        raise SchemaError(f"{files}: all events were removed")
+    dropped, notes = Counter[str](), Counter[str]()
+    for part in parts:
+        dropped.update(part.report.dropped)
+        notes.update(part.report.notes)
+    if num_versions:
+        notes["rows corrected, removed or repeated by a later row of the same event"] = num_versions
+    if again.any():
+        notes["events that several files have, counted once"] = int(again.sum())
+    kept_rows = np.concatenate([part.report.kept_rows for part in there])[rows]
+    report = BadRows(
+        files,
+        sum(part.report.num_rows for part in parts),
+        kept_rows,
+        dict(dropped),
+        dict(notes),
+        tuple(f"{p.report.file}: {example}" for p in parts for example in p.report.examples),
+        tuple(column for part in parts for column in part.report.columns),
+    )
+    return arrays.log(rows), report
+
+
+def _microseconds(table: pa.Table) -> np.ndarray:
+    """Returns [n] int64 the times at which rows were received."""
+    received = pc.fill_null(table.column("received").cast(pa.int64()), 0)
+    return np.asarray(received.to_numpy())
 
 
 def _times(source: InputTable) -> tuple[Times, Times, str]:

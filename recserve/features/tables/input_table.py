@@ -125,6 +125,7 @@ class InputTable:
         path: Path,
         known: Iterable[str],
         names: Mapping[str, str] | None = None,
+        content: Content | None = None,
     ) -> None:
         """Reads a file.
 
@@ -132,6 +133,7 @@ class InputTable:
             path: Path of the file.
             known: Names of the columns that have a meaning.
             names: Names of columns in this file, by our name.
+            content: What the file holds, if it has been read.
 
         Raises:
             SchemaError: If the file is unreadable or lacks a name.
@@ -145,7 +147,7 @@ class InputTable:
             return ours
 
         self.path = path
-        self._content = read_input(path, rename)
+        self._content = read_input(path, rename) if content is None else content
         self.table = self._content.table
         self._names = {
             own: name

@@ -1,4 +1,4 @@
-"""What a server records beside its metrics: request lines, traces, slates."""
+"""What a server records beside its metrics: request lines, traces, slates, events."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from recserve.metrics import Gauges
 from recserve.server.telemetry.logs import log_request
 from recserve.server.telemetry.traces import Tracing, open_tracing
 from recserve.server.trace import Recorder
+from recserve.service.event_log import EventLogWriter
+from recserve.service.parquet_log import LogOptions
 from recserve.service.slate_log.slate_log import SlateLog, SlateLogSettings
 
 log = logging.getLogger(__name__)
@@ -18,16 +20,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Telemetry:
-    """The open log of slates and the traces of a server.
+    """The open logs and the traces of a server.
 
     Attributes:
         recorders: Take each ended request.
         slate_log: Log of slates and outcomes; None without one.
+        event_log: Log of accepted events and corrections; None without one.
         tracing: Traces of requests; None if they are off.
     """
 
     recorders: tuple[Recorder, ...]
     slate_log: SlateLog | None
+    event_log: EventLogWriter | None
     tracing: Tracing | None
 
     @staticmethod
@@ -35,23 +39,28 @@ class Telemetry:
         """Starts what the settings ask for.
 
         Raises:
-            ConfigError: If the folder of slates cannot be used, or the extra `otel` is missing.
+            ConfigError: If the folder of a log cannot be used, or the extra `otel` is missing.
         """
-        slate_log, tracing = _slate_log(config), _tracing(config)
+        slate_log, event_log, tracing = _slate_log(config), _event_log(config), _tracing(config)
         recorders: tuple[Recorder, ...] = (log_request,) if config.access_log else ()
         if tracing is not None:
             recorders = (*recorders, tracing.record)
-        return Telemetry(recorders, slate_log, tracing)
+        return Telemetry(recorders, slate_log, event_log, tracing)
 
-    def add_slate_log(self, gauges: Gauges | None) -> Gauges | None:
-        """Returns the engine's figures with those of the slate log."""
-        if gauges is None or self.slate_log is None:
-            return gauges
-        return replace(gauges, slate_log=self.slate_log.counts)
+    def add_logs(self, gauges: Gauges | None) -> Gauges | None:
+        """Returns the engine's figures with those of the logs."""
+        if gauges is None:
+            return None
+        slates, events = self.slate_log, self.event_log
+        return replace(
+            gauges,
+            slate_log=None if slates is None else slates.counts,
+            event_log=None if events is None else events.counts,
+        )
 
     def close(self) -> None:
         """Writes and sends what is left."""
-        for part in (self.slate_log, self.tracing):
+        for part in (self.slate_log, self.event_log, self.tracing):
             if part is not None:
                 part.close()
 
@@ -71,14 +80,24 @@ def _slate_log(config: ServerConfig) -> SlateLog | None:
         log.warning("slate_log without signing_key: the next process cannot verify these tokens")
     settings = SlateLogSettings(
         config.slate_log,
-        config.slate_log_users,
         config.slate_log_rotate_s,
         config.slate_log_max_bytes,
+        config.slate_log_users,
     )
     try:
         return SlateLog(settings)
     except OSError as error:
         raise ConfigError(f"slate_log: {config.slate_log} cannot be used: {error}") from None
+
+
+def _event_log(config: ServerConfig) -> EventLogWriter | None:
+    if config.event_log is None:
+        return None
+    options = LogOptions(config.event_log, config.event_log_rotate_s, config.event_log_max_bytes)
+    try:
+        return EventLogWriter(options)
+    except OSError as error:
+        raise ConfigError(f"event_log: {config.event_log} cannot be used: {error}") from None
 
 
 def _tracing(config: ServerConfig) -> Tracing | None:

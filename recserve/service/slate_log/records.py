@@ -30,6 +30,7 @@ SHOWN = pa.struct(
 SLATES = pa.schema(
     [
         ("token_id", pa.string()),
+        ("request_id", pa.string()),
         ("time", TIME),
         ("user", pa.string()),
         ("experiment", pa.string()),
@@ -45,6 +46,7 @@ SLATES = pa.schema(
 OUTCOMES = pa.schema(
     [
         ("token_id", pa.string()),
+        ("request_id", pa.string()),
         ("time", TIME),
         ("user", pa.string()),
         ("item_id", pa.string()),
@@ -70,6 +72,8 @@ class SlateRecord:
     user: str | None
     answer: RecommendResponse
 
+    kind = "slates"
+
     @property
     def size(self) -> int:
         """Cost of the record in the buffer, in items."""
@@ -81,6 +85,7 @@ class SlateRecord:
         label = answer.experiment
         return {
             "token_id": token_id(answer.attribution_token),
+            "request_id": answer.request_id,
             "time": self.time_us,
             "user": self.user,
             "experiment": getattr(label, "name", None),
@@ -126,6 +131,8 @@ class OutcomeRecord:
     attribution: Attribution
     team: int
 
+    kind = "outcomes"
+
     @property
     def size(self) -> int:
         """Cost of the record in the buffer, in items."""
@@ -136,6 +143,7 @@ class OutcomeRecord:
         event = self.event
         return {
             "token_id": self.token_id,
+            "request_id": self.attribution.request_id,
             "time": self.time_us,
             "user": self.user,
             "item_id": event.item_id,
@@ -143,9 +151,6 @@ class OutcomeRecord:
             "value": event.value,
             "event": self.key,
         }
-
-
-Record = SlateRecord | OutcomeRecord
 
 
 def token_id(token: str) -> str:

@@ -13,9 +13,9 @@ import pytest
 from recserve.files import TEMPORARY
 from recserve.schemas.events import EventInput
 from recserve.schemas.items import RecommendResponse
+from recserve.service import parquet_log
 from recserve.service.attribution import Signer
-from recserve.service.slate_log import slate_log
-from recserve.service.slate_log.files import LogFiles
+from recserve.service.parquet_log import LogFiles
 from recserve.service.slate_log.reader import read_log, shown_items
 from recserve.service.slate_log.records import SCHEMAS, token_id, verify_tokens
 from recserve.service.slate_log.slate_log import SlateLog
@@ -151,7 +151,7 @@ def test_a_deleted_user_is_in_no_file(tmp_path):
 
 
 def test_a_full_buffer_drops_and_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(slate_log, "MAX_ITEMS", 10)
+    monkeypatch.setattr(parquet_log, "MAX_SIZE", 10)
     log = opened(tmp_path)
     for number in range(5):
         log.slate("u1", slate(number), SIGNER)
@@ -160,7 +160,7 @@ def test_a_full_buffer_drops_and_counts(tmp_path, monkeypatch):
 
 
 def test_a_full_buffer_is_written_before_its_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(slate_log, "ROTATE_ITEMS", 8)
+    monkeypatch.setattr(parquet_log, "ROTATE_SIZE", 8)
     log = opened(tmp_path)
     for number in range(2):
         log.slate("u1", slate(number), SIGNER)
@@ -171,7 +171,7 @@ def test_a_full_buffer_is_written_before_its_time(tmp_path, monkeypatch):
 
 
 def test_the_oldest_files_are_deleted(tmp_path):
-    files = LogFiles(tmp_path, max_bytes=1)
+    files = LogFiles(tmp_path, 1, SCHEMAS)
     rows = [{"token_id": str(n)} for n in range(10)]
     for number in range(4):
         files.write("slates" if number % 2 else "outcomes", rows[number : number + 1])
@@ -247,5 +247,5 @@ def test_a_killed_process_loses_the_buffer_only(tmp_path, lines):
     assert times == sorted(times)
     for path in (tmp_path / "log").glob(f"{TEMPORARY}*"):
         os.utime(path, (0, 0))
-    LogFiles(tmp_path / "log", 1 << 30)
+    LogFiles(tmp_path / "log", 1 << 30, SCHEMAS)
     assert all(pq.ParquetFile(path).metadata for path in (tmp_path / "log").iterdir())

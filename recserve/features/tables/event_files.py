@@ -1,0 +1,70 @@
+"""The Parquet files of an event log: events that servers have accepted, and their corrections.
+
+A row is an event as it was stored, or a correction of an earlier one. `event_key` names the event
+of a user in the history store; `event_id` is the id that the client gave, if he gave one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recserve.features.history.history import event_key
+from recserve.features.tables.parquet import SchemaError
+
+KIND = "events"
+PATTERN = f"{KIND}-*.parquet"
+REMOVE = "remove"
+TIME = pa.timestamp("us", "UTC")
+SCHEMA = pa.schema(
+    [
+        ("received", TIME),
+        ("user_id", pa.string()),
+        ("item_id", pa.string()),
+        ("timestamp", TIME),
+        ("type", pa.string()),
+        ("value", pa.float64()),
+        ("event_id", pa.string()),
+        ("event_key", pa.uint64()),
+        ("correction", pa.string()),
+    ]
+)
+
+
+def read_event_files(folder: Path, since_us: int | None = None) -> pa.Table:
+    """Returns the rows of a folder's files, in the order in which servers received them.
+
+    Args:
+        folder: Folder of an event log.
+        since_us: Time in microseconds; only rows that were received then or later. None: all.
+
+    Raises:
+        SchemaError: If the folder has no file of an event log, or one that cannot be read.
+    """
+    paths = sorted(folder.glob(PATTERN), key=lambda path: path.name.split("-")[1:])
+    if not paths:
+        raise SchemaError(f"{folder}: is a folder without {PATTERN}; expected that of an event log")
+    tables = []
+    for path in paths:
+        try:
+            table = pq.read_table(path, partitioning=None)
+            tables.append(table.select(SCHEMA.names).cast(SCHEMA))
+        except (pa.ArrowException, KeyError, OSError) as error:
+            raise SchemaError(f"{path}: is no file of an event log ({error})") from None
+    table = pa.concat_tables(tables)
+    if since_us is not None:
+        table = table.filter(pc.greater_equal(table.column("received"), pa.scalar(since_us, TIME)))
+    order = np.argsort(pc.fill_null(table.column("received").cast(pa.int64()), 0), kind="stable")
+    return table.take(pa.array(order))
+
+
+def event_keys(ids: pa.Array) -> np.ndarray:
+    """Returns [n] uint64 the key of each event id; 0 for none."""
+    coded = ids.dictionary_encode()
+    keys = [0 if text is None else event_key(text) for text in coded.dictionary.to_pylist()]
+    table = np.array([*keys, 0], np.uint64)
+    return np.asarray(table[pc.fill_null(coded.indices, len(keys)).to_numpy(zero_copy_only=False)])
