@@ -24,6 +24,7 @@ COMMANDS = (
         "history delete",
         "history backup",
         "history restore",
+        "history export",
     ),
     *("train recommender", "train drafter", "train lm", "train medusa"),
 )
