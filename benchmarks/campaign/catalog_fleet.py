@@ -234,7 +234,7 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
     random = np.random.default_rng(plan.seed)
     with ExitStack() as stack:
         started = stack.enter_context(servers())
-        server, port = _start_redis(folder, 0, *ALWAYS)
+        server, port = start_one_redis(folder, 0, *ALWAYS)
         started.append(server)
         proxies = [
             stack.enter_context(FaultProxy(port, plan.seed + n)) for n in range(NUM_REPLICAS)
@@ -252,7 +252,7 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
             server.wait()
             started.remove(server)
             time.sleep(float(random.uniform(0.0, 1.5)))
-            server, _ = _start_redis(folder, port, *ALWAYS)
+            server, _ = start_one_redis(folder, port, *ALWAYS)
             started.append(server)
 
         def break_network() -> None:
@@ -413,7 +413,8 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def _start_redis(folder: Path, port: int, *more: str) -> Any:
+def start_one_redis(folder: Path, port: int, *more: str) -> Any:
+    """Starts a redis-server; returns it and its port. Raises NotRun without one."""
     try:
         return start_redis(folder, port, *more)
     except BaseException as why:  # pytest's skip and fail are no Exceptions

@@ -15,6 +15,7 @@ from benchmarks.campaign.checks import (  # noqa: F401
     fuzzing,
     overload,
     redis_faults,
+    shared_experiments,
     soak,
     swaps,
 )

@@ -123,7 +123,7 @@ def servers_text(one: Mapping[str, Any]) -> str:
     total = sum(arm["requests"] for arm in one["arms"]) + one["uncounted"]
     lost = one["uncounted"] / total
     return (
-        f"{text}; at most {one['uncounted']:,} requests ({lost:.2%}) are not counted, because a "
+        f"{text}; about {one['uncounted']:,} requests ({lost:.2%}) are not counted, because a "
         "server was killed or Redis has lost them"
     )
 

@@ -118,7 +118,7 @@ class Sums(Protocol):
 
     @property
     def killed(self) -> int:
-        """Most requests that servers which were killed had not sent."""
+        """About how many requests servers had not sent when they were killed."""
 
     @property
     def num_writers(self) -> int:
@@ -243,8 +243,8 @@ class SharedState:
         window: The window of the guard.
         stopping: Whether this server has stopped it and the board has not acknowledged that.
         num_servers: Servers that have called of late.
-        uncounted: Most requests that no sum has, because a server was killed before it sent them or
-            Redis has lost them.
+        uncounted: About how many requests no sum has, because a server was killed before it sent
+            them or Redis has lost them.
     """
 
     def __init__(

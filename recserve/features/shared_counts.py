@@ -17,7 +17,7 @@ added again. An event is added with the hash of its key in one script, so it cou
 server gets it and however often.
 
 Each writer says how many requests Redis has acknowledged to it. If Redis has fewer, it has lost
-some, and that is counted. What a killed server had not sent is at most its largest delta.
+some, and that is counted. What a killed server had not sent is taken for its largest delta.
 
 Other processes write these keys. So Redis bounds the size of what a read returns.
 """
@@ -253,7 +253,8 @@ class Sums:
         now: The vector.
         before: The vector at the last restart of the switch.
         lost: Requests that Redis has lost after it had acknowledged them.
-        killed: Most requests that servers which were killed had not sent.
+        killed: About how many requests servers had not sent when they were killed: the largest
+            delta of each.
         num_writers: Servers that have called of late.
         notes: Content of each note; empty if there is none.
     """

@@ -192,8 +192,8 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
             process has the folder, if the disk refused the last write, and if Redis does not
             answer.
         servers: Servers that have sent counts of late; None unless several share it.
-        uncounted: Most requests that the counts lack because a server was killed before it sent
-            them, or because Redis has lost them; None unless several servers share it.
+        uncounted: About how many requests the counts lack: those that Redis has lost, and for each
+            killed server as many as it sent at once at most. None unless several servers share it.
         arms: The arms; the first one is the control.
     """
 

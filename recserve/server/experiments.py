@@ -63,6 +63,7 @@ from recserve.service.snapshot import LISTS
 from recserve.service.text.prompts import speculation
 
 if TYPE_CHECKING:
+    from recserve.features.shared_counts import SharedCounts
     from recserve.server.remote_arm import RemoteArm
 
 B = TypeVar("B", bound=RecommendRequest | RankRequest)
@@ -238,34 +239,46 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
 
 
 def _share(config: ServerConfig, url: str, experiments: Experiments) -> Exchanger:
-    """Shares the experiments with the servers of a catalogue in Redis."""
-    # Only servers that share their items need the package redis.
-    from recserve.features.redis_connection import FAILURES, connect, describe
-    from recserve.features.shared_counts import Layout, SharedCounts
-
+    """Shares the experiments with the servers of a catalogue in Redis. Raises ConfigError."""
     replicas = config.catalog_wait_replicas
     if replicas is None:  # a failover of Sentinel or Cluster happens by itself
         replicas = int("+" in url.partition("://")[0])
     writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
     for one in experiments:
-        guard = one.settings.guard or GuardSettings()
-        counts = one.counts
-        layout = Layout(
-            counts.values.size,
-            counts.num_head,
-            counts.num_window,
-            slice_ms(guard.window_s),
-            NUM_SLICES,
-        )
-        name = f"{config.catalog_name}/{one.name}/{one.settings_hash()[:16]}"
-        try:
-            client = connect(split_ttl(url)[0], timeout_s=SHARED_TIMEOUT_S)
-        except FAILURES as error:
-            raise ConfigError(f"catalog_log: {describe(error)}") from None
-        except ValueError as error:
-            raise ConfigError(f"catalog_log: {error}") from None
-        one.share(SharedCounts(client, name, layout, writer, replicas))
+        one.share(open_board(split_ttl(url)[0], config.catalog_name, one, writer, replicas))
     return Exchanger(experiments)
+
+
+def open_board(
+    url: str, catalog: str, one: Experiment, writer: str, wait_replicas: int = 0
+) -> SharedCounts:
+    """Returns the counts of an experiment in Redis.
+
+    Args:
+        url: URL of Redis.
+        catalog: Name of the log of item changes, whose servers have one experiment.
+        one: The experiment.
+        writer: Name of this process, which is new at each start.
+        wait_replicas: Replicas of Redis that shall have a new state of the switch.
+
+    Raises:
+        ConfigError: If the URL is malformed, or no node of a cluster answers.
+    """
+    # Only servers that share their items need the package redis.
+    from recserve.features.redis_connection import FAILURES, connect, describe
+    from recserve.features.shared_counts import Layout, SharedCounts
+
+    guard, counts = one.settings.guard or GuardSettings(), one.counts
+    sizes = counts.values.size, counts.num_head, counts.num_window
+    layout = Layout(*sizes, slice_ms(guard.window_s), NUM_SLICES)
+    try:
+        client = connect(url, timeout_s=SHARED_TIMEOUT_S)
+    except FAILURES as error:
+        raise ConfigError(f"catalog_log: {describe(error)}") from None
+    except ValueError as error:
+        raise ConfigError(f"catalog_log: {error}") from None
+    name = f"{catalog}/{one.name}/{one.settings_hash()[:16]}"
+    return SharedCounts(client, name, layout, writer, wait_replicas)
 
 
 @dataclass(frozen=True)

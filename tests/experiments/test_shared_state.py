@@ -272,6 +272,57 @@ def test_what_is_lost_is_told(new_server, empty_redis):
     assert other.describe().servers == 1
 
 
+def traffic(servers, clicks, seed, requests):
+    """Sends requests of users to drawn servers; yields every 50 of them."""
+    drawn = random.Random(seed)
+    for request in range(requests):
+        one, user = drawn.choice(servers), f"user-{drawn.randrange(500)}"
+        arm = one.split.assign(user).arm
+        one.see(user, arm)
+        one.record(one.arm(arm), ArmResult(0.01))
+        one.count_answer([arm], user)
+        events = [
+            (arm, user, "click", f"{seed}-{request} {item}")
+            for item in range(5)
+            if drawn.random() < clicks[arm]
+        ]
+        if events:
+            drawn.choice(servers).count_events(events)
+        if request % 50 == 49:
+            for each in servers:
+                each.exchange()
+            yield request
+
+
+def test_half_the_clicks_are_seen_over_two_servers(new_server):
+    """The walk of November 2026, 1,000 requests, which neither server could decide by itself."""
+    servers = [new_server() for _ in range(2)]
+    for each in servers:
+        each.exchange()
+    for _ in traffic(servers, {"control": 0.0848, "rpg": 0.0412}, 5, 1000):
+        pass
+    halves = [one.counts.results[:, 0].sum() for one in servers]
+    assert min(halves) > 400
+    for one in servers:
+        assert one.describe().arms[1].verdict.kind == "keep_control"
+
+
+def test_equal_arms_differ_at_no_look_over_two_servers(new_server, empty_redis):
+    """A/A under continuous looks: at most one of 12 runs may show a difference (5 % do)."""
+    shown = 0
+    for seed in range(12):
+        empty_redis.flushall()
+        servers = [new_server() for _ in range(2)]
+        for each in servers:
+            each.exchange()
+        looks = {
+            servers[request // 50 % 2].describe().arms[1].verdict.kind
+            for request in traffic(servers, {"control": 0.1, "rpg": 0.1}, seed, 1000)
+        }
+        shown += bool(looks & {"ship", "keep_control"})
+    assert shown <= 1
+
+
 def test_an_answer_makes_no_call(new_server, monkeypatch):
     """Nor does an event on a server that cannot reach Redis: it is refused at once."""
     clock = Clock()

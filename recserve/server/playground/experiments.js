@@ -71,7 +71,7 @@ function serversNote(experiment) {
   if (!experiment.uncounted) return null;
   const total = experiment.arms.reduce((sum, arm) => sum + arm.requests, experiment.uncounted);
   const share = (100 * experiment.uncounted / total).toFixed(2);
-  return element("p", { class: "notes", text: `At most ${count(experiment.uncounted)} requests (${share} %) are not counted, because a server was killed or Redis has lost them.` });
+  return element("p", { class: "notes", text: `About ${count(experiment.uncounted)} requests (${share} %) are not counted, because a server was killed or Redis has lost them.` });
 }
 
 function card(experiment) {
