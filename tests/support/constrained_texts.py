@@ -145,8 +145,49 @@ def plain_constrained(model, query: TextQuery) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def drawn_query(random: np.random.Generator, name: str, speculation: Speculation) -> TextQuery:
-    """Returns a request with drawn parameters under the grammar `name`."""
+def drawn_schema(random: np.random.Generator, depth: int = 0) -> dict:
+    """Returns a schema whose texts are short, with whatever schemas have inside each other."""
+    simple = ("boolean", "null", "integer", "bounded", "enum", "const", "word", "pattern", "date")
+    nested = (
+        () if depth > 1 else ("object", "object", "array", "tuple", "any_of", "ref", "optional")
+    )
+    kind = str(random.choice([*simple, *nested] if depth else nested or simple))
+    names = [str(n) for n in random.choice(["a", "bc", "id", "list", "text", "x12"], 3, False)]
+
+    def inner() -> dict:
+        return drawn_schema(random, depth + 1)
+
+    least = int(random.integers(-20, 100))
+    made = {
+        "bounded": {"type": "integer", "minimum": least, "maximum": least + 30},
+        "enum": {"enum": [names[0], 12, None, True, names[:2]]},
+        "const": {"const": {names[0]: [1, names[1]]}},
+        "word": {"type": "string", "minLength": 1, "maxLength": 3},
+        "pattern": {"type": "string", "pattern": "^(ab|[cd]{1,2})[0-9]?$"},
+        "date": {"type": "string", "format": str(random.choice(["date", "time", "ipv4"]))},
+    }
+    if kind in made or kind in simple:
+        return made.get(kind, {"type": kind, "maximum": 99, "minimum": 0})
+    if kind in ("object", "optional"):
+        properties = {name: inner() for name in names[: random.integers(1, 4)]}
+        required = list(properties) if kind == "object" else [names[0]]
+        fields = {"type": "object", "properties": properties, "required": required}
+        return fields | {"additionalProperties": False}
+    if kind == "array":
+        return {"type": "array", "items": inner(), "maxItems": int(random.integers(1, 4))}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": [inner(), inner()], "items": False, "minItems": 2}
+    if kind == "any_of":
+        return {"anyOf": [inner(), inner(), {"type": "null"}]}
+    if depth:  # references are resolved from the whole schema
+        return inner()
+    return {"$ref": "#/$defs/own", "$defs": {"own": inner()}}
+
+
+def drawn_query(
+    random: np.random.Generator, wanted: str | Grammar, speculation: Speculation
+) -> TextQuery:
+    """Returns a request with drawn parameters under a grammar, or the one of a name."""
 
     def one_of(usual, *others, share=0.3):
         return others[random.integers(len(others))] if random.random() < share else usual
@@ -168,5 +209,6 @@ def drawn_query(random: np.random.Generator, name: str, speculation: Speculation
         logprobs=one_of(None, 2),
     )
     prompt = random.integers(0, VOCABULARY, random.integers(1, 12))
-    constraint = compiler().compile("grammar", GRAMMARS[name])
+    grammar = GRAMMARS[wanted] if isinstance(wanted, str) else wanted
+    constraint = compiler().compile("grammar", grammar)
     return TextQuery(prompt, params, speculation, constraint=constraint)

@@ -7,15 +7,16 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from recserve.core.constraint import NoTokenLeft
+from recserve.core.constraint import Grammar, NoTokenLeft
 from recserve.drafters.none import NoDrafter
 from recserve.speculation.sampling_params import Speculation
 from tests.support.constrained_texts import (
     GRAMMARS,
-    SCHEMAS,
     drawn_query,
+    drawn_schema,
     plain_constrained,
     read,
+    schema,
 )
 from tests.support.grids import chosen
 from tests.support.recorded_steps import SHAPES, Counted, with_graphs
@@ -53,12 +54,13 @@ def outcome(result):
     return tuple(result.tokens.tolist()), result.finish_reason, result.stop_token, len(logprobs)
 
 
-def check_valid(name, query, result):
+def check_valid(grammar, query, result):
     """Asserts that a text that ended by itself fulfils its schema. Returns whether it ended."""
     ended = not isinstance(result, Exception) and result.stop_token is not None
-    if ended and name in SCHEMAS and query.params.stop_token_ids == (result.stop_token,):
-        schema = json.loads(GRAMMARS[name].text)
-        validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    is_schema = isinstance(grammar, Grammar) and grammar.kind == "json_schema"
+    if ended and is_schema and query.params.stop_token_ids == (result.stop_token,):
+        fields = json.loads(grammar.text)
+        validator = jsonschema_rs.validator_for(fields, validate_formats=True)
         assert validator.is_valid(json.loads(read(result.tokens))), read(result.tokens)
     return ended
 
@@ -73,11 +75,32 @@ def test_a_constrained_text_is_that_without_drafts(drafter):
     engine = engine_for(model, 60, {drafter: EVERY[drafter](model)})  # pages for a few: preemption
     found = results(engine, queries)
     assert list(map(outcome, found)) == list(map(outcome, wanted))
-    ended = [check_valid(*case) for case in zip(names, queries, found, strict=True)]
+    grammars = [GRAMMARS[name] for name in names]
+    ended = [check_valid(*case) for case in zip(grammars, queries, found, strict=True)]
     assert sum(ended) > len(ended) / 3
     assert all(isinstance(one, NoTokenLeft) for one in found if isinstance(one, Exception))
     texts = [one for one in found if not isinstance(one, Exception)]
     assert sum(one.timing.forwards for one in texts) < sum(len(one.tokens) for one in texts)
+    assert_no_leak(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", list(EVERY))
+def test_many_texts_of_drawn_schemas(drafter):
+    """600 texts under 150 schemas, of which each drafter has its own."""
+    random = np.random.default_rng(100 + list(EVERY).index(drafter))
+    model, ended = shared_model(), 0
+    engine = engine_for(model, 120, {drafter: EVERY[drafter](model)})
+    plain = engine_for(model, 2000)
+    for _ in range(10):
+        grammars = [schema(**drawn_schema(random)) for _ in range(15)] * 4
+        queries = [drawn_query(random, one, Speculation(drafter)) for one in grammars]
+        wanted = results(plain, [replace(query, speculation=UNDRAFTED) for query in queries])
+        found = results(engine, queries)
+        for case in zip(grammars, queries, found, wanted, strict=True):
+            assert outcome(case[2]) == outcome(case[3]), case[0].text
+            ended += check_valid(*case[:3])
+    assert ended > 300
     assert_no_leak(engine)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from recserve.core.constraint import Choices, Constraint, Grammar
 from recserve.schemas.items import InvalidRequest, UnsupportedField
@@ -101,12 +102,37 @@ class ConstraintCompiler:
         """Returns the trie of the choices' tokens.
 
         Raises:
-            UnfitGrammar: If the tokens of a choice write another text.
+            UnfitGrammar: If no tokens write a choice.
         """
         tokenizer = self.tokenizer
         rows = tokenizer.encode_all(choices.texts)
         for number, (text, tokens) in enumerate(zip(choices.texts, rows, strict=True)):
-            written = b"".join([tokenizer.all_bytes[token] for token in tokens])
-            if written != text.encode("utf-8", "surrogatepass"):
-                raise UnfitGrammar(f"[{number}]", f"the tokeniser cannot write {text[:80]!r}")
+            wanted = text.encode("utf-8", "surrogatepass")
+            if b"".join([tokenizer.all_bytes[token] for token in tokens]) != wanted:
+                # Many tokenisers put a space before a text, which a choice does not have.
+                spelled = spell(wanted, self._by_bytes)
+                if spelled is None:
+                    raise UnfitGrammar(f"[{number}]", f"no tokens write {text[:80]!r}")
+                rows[number] = spelled
         return ChoiceTrie(rows, self.vocab_size, self.end_tokens)
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        """Tokens by what they write inside a text, without special ones."""
+        texts = self.tokenizer.spelling.texts
+        return {text: token for token, text in reversed(list(enumerate(texts))) if text}
+
+
+def spell(text: bytes, tokens: Mapping[bytes, int]) -> list[int] | None:
+    """Returns the longest tokens that write a text, one after another; None if none do."""
+    longest, place, found = max(map(len, tokens), default=0), 0, list[int]()
+    while place < len(text):
+        for size in range(min(longest, len(text) - place), 0, -1):
+            token = tokens.get(text[place : place + size])
+            if token is not None:
+                break
+        else:
+            return None
+        found.append(token)
+        place += size
+    return found

@@ -1,0 +1,176 @@
+"""Constraints of requests: what is refused, with which path, and the tokens of choices."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from recserve.core.constraint import Choices, Grammar, has_token, num_words
+from recserve.schemas.items import InvalidRequest, UnsupportedField
+from recserve.service.text.constraints.compiler import ConstraintCompiler, spell
+from recserve.service.text.constraints.grammar import json_rule
+from recserve.service.text.constraints.json_schema import UnfitSchema
+from recserve.service.text.model import TextModel
+from recserve.tokenizer.tokenizer import TextTokenizer
+from tests.support.scripted_text import END, VOCABULARY, byte_tokenizer
+
+OPEN = {"type": "object", "minProperties": 2}
+# What a schema has at some place, and the end of the path that the refusal names.
+REFUSED = [
+    (OPEN, ".minProperties"),
+    (OPEN | {"additionalProperties": {"type": "integer"}, "required": ["a"]}, ".minProperties"),
+    ({"type": "array", "uniqueItems": True}, ".uniqueItems"),
+    ({"not": {"type": "string"}}, ".not"),
+    ({"type": "string", "format": "regex"}, ".format"),
+    ({"const": "a\x00b"}, ".const"),
+    ({"enum": [{"k\x1f": 1}]}, ".enum"),
+    ({"type": "object", "properties": {"\x01": {}}}, ".properties"),
+]
+PLACES = {
+    "": lambda own: own,
+    ".properties.k": lambda own: {"type": "object", "properties": {"k": own}},
+    ".items": lambda own: {"type": "array", "items": own},
+    ".anyOf[1]": lambda own: {"anyOf": [{"type": "null"}, own]},
+    ".$defs.d": lambda own: {"$ref": "#/$defs/d", "$defs": {"d": own}},
+    ".x-own.d": lambda own: {"$ref": "#/x-own/d", "x-own": {"d": own}},
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory):
+    tokenizer = TextTokenizer.open(byte_tokenizer(tmp_path_factory.mktemp("bytes")))
+    return ConstraintCompiler(tokenizer, VOCABULARY, (END,))
+
+
+def is_text(compiler, constraint, text: str) -> bool:
+    """Returns whether the masks of a constraint let a whole text pass."""
+    row, matcher = np.zeros(num_words(VOCABULARY), np.int32), constraint.start()
+    for token in (*compiler.tokenizer.encode_literal(text), END):
+        matcher.fill(row)
+        if not has_token(row, token):
+            return False
+        if token != END:
+            matcher.advance(token)
+    return True
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_schema_that_is_not_enforced_is_refused_with_its_path(place, compiler):
+    for own, path in REFUSED:
+        schema = PLACES[place](own)
+        with pytest.raises(InvalidRequest) as caught:
+            compiler.compile("response_format", Grammar("json_schema", json.dumps(schema)))
+        assert caught.value.param == f"response_format{place}{path}"
+        assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
+    for own, path in REFUSED[:1]:
+        with pytest.raises(UnfitSchema) as told:
+            json_rule(PLACES[place](own))
+        assert told.value.path == f"{place}{path}"
+
+
+@pytest.mark.parametrize(
+    "kind,text",
+    [
+        ("json_schema", "{"),
+        ("json_schema", "[" * 100_000),
+        ("json_schema", '{"allOf":[' * 500 + "{}" + "]}" * 500),
+        ("json_schema", '{"$ref": "#"}'),
+        ("json_schema", '{"$ref": "https://example.com/schema"}'),
+        ("json_schema", '{"type": "string", "pattern": "a(?=b)"}'),
+        ("json_schema", '{"type": "integer", "minimum": 2, "maximum": 1}'),
+        ("json_schema", '{"x-guidance": {"lenient": true}}'),
+        ("json_schema", "7"),
+        ("regex", "("),
+        ("regex", "(((((((a{10}){10}){10}){10}){10}){10}){10}){10}"),
+        ("regex", "(?:a?){5000}a{5000}"),
+        ("lark", "start: missing"),
+        ("lark", 'start: "a" b\nb[max_tokens=3]: /x+/'),
+    ],
+)
+def test_a_grammar_of_no_use_is_refused(kind, text, compiler):
+    for _ in range(2):  # the second refusal is cached
+        with pytest.raises(InvalidRequest, match=r"^guided\S*: ."):
+            compiler.compile("guided", Grammar(kind, text))
+
+
+def test_requests_are_bounded():
+    for make in (
+        lambda: Grammar("json_schema", " " * (1 << 20) + "{}"),
+        lambda: Grammar("yaml", "a"),
+        lambda: Grammar("regex", "a", blanks=1000),
+        lambda: Choices(()),
+        lambda: Choices(("a", "")),
+        lambda: Choices(tuple(map(str, range(100_001)))),
+    ):
+        with pytest.raises(ValueError):
+            make()
+
+
+def test_blanks_are_bounded_and_off_by_default(compiler):
+    schema = '{"type": "array", "items": {"type": "integer"}}'
+    for blanks, text, fits in [
+        (0, "[1,2]", True),
+        (0, "[1, 2]", False),
+        (2, "[1,  2]", True),
+        (2, "[1,   2]", False),
+    ]:
+        constraint = compiler.compile("f", Grammar("json_schema", schema, blanks))
+        assert is_text(compiler, constraint, text) == fits
+
+
+@pytest.mark.parametrize(
+    "name,fits,others",
+    [
+        ("date", ["2024-02-29", "2000-02-29"], ["2023-02-29", "1900-02-29", "2023-04-31"]),
+        ("time", ["23:59:59.5Z", "00:00:00+23:59"], ["23:59:60Z", "24:00:00Z", "12:00:00"]),
+        ("date-time", ["2024-02-29T01:02:03Z"], ["2023-02-29T01:02:03Z", "2024-01-01"]),
+        ("hostname", ["a-b.c1", "x" * 63], ["xn--a", "-a", "a-", "x" * 64, ".".join(["ab"] * 99)]),
+    ],
+)
+def test_formats_mean_what_they_say(name, fits, others, compiler):
+    for more in ({}, {"maxLength": 300}, {"pattern": "^.+$", "allOf": [{"minLength": 1}]}):
+        schema = {"type": "string", "format": name} | more
+        constraint = compiler.compile("f", Grammar("json_schema", json.dumps(schema)))
+        assert [is_text(compiler, constraint, json.dumps(one)) for one in fits] == [True] * len(
+            fits
+        )
+        assert not any(is_text(compiler, constraint, json.dumps(one)) for one in others)
+
+
+def test_choices_are_spelled_without_the_space_of_a_tokenizer(tmp_path):
+    """SentencePiece puts a space before a text; no choice begins with it."""
+    vocabulary = ["<unk>", "</s>", "▁", "a", "b", "ab", "▁a", "▁b"]
+    tokenizer = Tokenizer(
+        models.BPE({t: n for n, t in enumerate(vocabulary)}, [("▁", "a"), ("▁", "b"), ("a", "b")])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = ConstraintCompiler(TextTokenizer.open(tmp_path), len(vocabulary), (1,))
+    matcher = compiler.compile("choice", Choices(("ab", "ba a"))).start()
+    row = np.zeros(1, np.int32)
+    matcher.fill(row)
+    assert [token for token in range(8) if has_token(row, token)] == [4, 5]
+    for token in (4, 3, 6):
+        matcher.advance(token)
+    matcher.fill(row)
+    assert has_token(row, 1) and int(row[0]) == 2
+    with pytest.raises(InvalidRequest, match=r"choice\[1\]: no tokens write"):
+        compiler.compile("choice", Choices(("ab", "c")))
+    assert spell(b"", {}) == []
+
+
+def test_without_end_tokens_or_the_library_a_constraint_is_refused(compiler):
+    no_end = ConstraintCompiler(compiler.tokenizer, VOCABULARY, ())
+    with pytest.raises(UnsupportedField, match="end token"):
+        no_end.compile("choice", Choices(("a",)))
+
+    class Missing:
+        def compile(self, *arguments):
+            raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
+
+    model = object.__new__(TextModel)
+    model.__dict__["_constraints"] = Missing()
+    with pytest.raises(UnsupportedField, match=r"\[grammar\]"):
+        model.constrain("choice", Choices(("a",)))
