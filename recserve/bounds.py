@@ -20,6 +20,8 @@ MAX_USER_ID_BYTES = 480
 MAX_TITLE_LENGTH = 4096
 MAX_CATEGORIES = 64  # paths of one item
 MAX_CATEGORY_LENGTH = 1024
+MAX_CHOICES = 100_000  # of which a text is one
+MAX_BLANKS = 64  # in a row, in JSON of a constrained text
 # Times of events in microseconds since 1970: from the first bound, below the second.
 # An event without a timestamp is stored with its position as time. A time below the first bound,
 # eleven days after 1970, is such a position: no history is that long and no real event is that old.

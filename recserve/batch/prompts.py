@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
+from msgspec import UNSET
 
 from recserve.batch.part import Generated
 from recserve.batch.prompt_columns import (
@@ -18,7 +19,13 @@ from recserve.batch.prompt_columns import (
 )
 from recserve.batch.rows import id_text, read_rows
 from recserve.batch.texts import TextCall, TextTask, answer_together, call_name, text_call
-from recserve.schemas.text import ChatResponse, CompletionChoice, CompletionResponse, Usage
+from recserve.schemas.text import (
+    AssistantMessage,
+    ChatResponse,
+    CompletionChoice,
+    CompletionResponse,
+    Usage,
+)
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,17 @@ def _choices(answer: CompletionResponse | ChatResponse) -> list[dict[str, Any]]:
     return [
         {
             "index": choice.index,
-            "text": choice.text if isinstance(choice, CompletionChoice) else choice.message.content,
+            "text": choice.text if isinstance(choice, CompletionChoice) else _text(choice.message),
             "finish_reason": choice.finish_reason,
             **shared,
         }
         for choice in answer.choices
     ]
+
+
+def _text(message: AssistantMessage) -> str:
+    """Returns the text of an answer; thoughts stand before it as the model wrote them."""
+    content = message.content or ""
+    if message.reasoning_content is UNSET:
+        return content
+    return f"<think>\n{message.reasoning_content}\n</think>\n\n{content}"

@@ -14,11 +14,11 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from recserve.bounds import MAX_BLANKS, MAX_CHOICES
+
 GrammarKind = Literal["json_schema", "regex", "lark"]
 MAX_GRAMMAR_BYTES = 1 << 20
-MAX_CHOICES = 100_000
 MAX_CHOICES_BYTES = 1 << 24
-MAX_BLANKS = 64
 WORD_BITS = 32  # of a mask
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from recserve.schemas.chat_messages import ChatMessage
+from recserve.schemas.constraints import Tools
 from recserve.schemas.items import InvalidRequest, StrictStruct
 from recserve.schemas.neutral import check_neutral
 from recserve.schemas.scoring import ModelName, PoolingRequest
@@ -60,6 +61,7 @@ class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
             so unless the last message is continued.
         continue_final_message: End a chat's prompt with the last message.
         chat_template_kwargs: Further variables for the chat template.
+        tools: Functions that the chat template shows to the model.
         return_token_strs: Add the tokens as the vocabulary spells them, as in vLLM.
     """
 
@@ -71,9 +73,9 @@ class TokenizeRequest(StrictStruct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
     return_token_strs: bool | None = None
     continue_final_message: bool | None = None
+    tools: Tools | None = None
     documents: Any = None
     chat_template: Any = None
-    tools: Any = None
     media_io_kwargs: Any = None
     mm_processor_kwargs: Any = None
 

@@ -15,15 +15,11 @@ from msgspec import Struct
 from recserve.schemas.items import UnsupportedField
 
 ONE_TEXT = "not supported; a document is one text"
-FREE = "not supported; the output is free text"
 # Field -> (neutral values, reason to refuse any other value).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "not supported; a completion only continues its prompt"),
-    "tools": (([], {}), "not supported; describe them in the messages"),
-    "tool_choice": (("none", "auto", ""), "not supported"),
-    "functions": (([], {}), "not supported; describe them in the messages"),
-    "function_call": (("none", "auto", ""), "not supported"),
-    "response_format": (({"type": "text"},), FREE),
+    "functions": (([], {}), "not supported; see tools"),
+    "function_call": (("none", "auto", ""), "not supported; see tool_choice"),
     "modalities": (([], ["text"]), "not supported; the output is text only"),
     "audio": ((), "not supported; the output is text only"),
     "web_search_options": ((), "not supported"),
@@ -39,12 +35,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1,), "not supported"),
     "truncate_prompt_tokens": ((-1,), "not supported; shorten the prompt"),
     "truncation_side": ((), "not supported; shorten the prompt"),
-    "structured_outputs": (({},), FREE),
-    "guided_json": ((), FREE),
-    "guided_regex": ((), FREE),
-    "guided_choice": (([],), FREE),
-    "guided_grammar": ((), FREE),
-    "allowed_token_ids": (([],), "not supported; see bad_words and logit_bias"),
     "logprob_token_ids": (([],), "not supported; see logprobs"),
     "return_tokens_as_token_ids": ((False,), "not supported; see logprobs"),
     "return_token_offsets": ((False,), "not supported; see logprobs"),

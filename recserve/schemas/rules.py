@@ -1,12 +1,13 @@
 """Rules that the message types cannot say, as JSON Schema: which fields go together, and how.
 
 A rule is a pattern that a body must not match; `not: {anyOf: PATTERNS}` keeps the fields where
-generators of clients look for them. Two rules compare numbers, which JSON Schema cannot do: they
+generators of clients look for them. Some rules compare values, which JSON Schema cannot do: they
 are in the fields' descriptions. `recserve.server.openapi` adds all to its components.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,38 @@ NOT_GREEDY = both(
     has(speculation=has(verifier={"const": "greedy"})),
     unless(has(temperature={"const": 0})),
 )
+# What a text must be, by the field that says it.
+SOME: Schema = {"type": "array", "items": {}, "minItems": 1}
+CONSTRAINTS: dict[str, Schema] = {
+    "response_format": has(response_format=has(type={"enum": ["json_object", "json_schema"]})),
+    **{name: has(**{name: SOME if name == "guided_choice" else GIVEN}) for name in text.GUIDED},
+    **{
+        f"structured_outputs.{name}": has(
+            structured_outputs=has(**{name: {"choice": SOME, "json_object": TRUE}.get(name, GIVEN)})
+        )
+        for name in text.STRUCTURED
+    },
+}
+CONSTRAINT_RULES = (
+    *(both(*pair) for pair in itertools.combinations(CONSTRAINTS.values(), 2)),
+    both(has(ignore_eos=TRUE), {"anyOf": list(CONSTRAINTS.values())}),
+    both(
+        has(structured_outputs=has(blanks={"type": "number", "exclusiveMinimum": 0})),
+        unless({"anyOf": [CONSTRAINTS[name] for name in text.JSON_FIELDS]}),
+    ),
+)
+CALLS_TOOLS = both(has(tools=SOME), unless(has(tool_choice={"const": "none"})))
+TOOL_RULES = (
+    both(
+        has(tool_choice={"anyOf": [{"const": "required"}, {"type": "object"}]}),
+        unless(has(tools=SOME)),
+    ),
+    both(
+        CALLS_TOOLS,
+        {"anyOf": [rule for name, rule in CONSTRAINTS.items() if name != "response_format"]},
+    ),
+    both(CALLS_TOOLS, has(ignore_eos=TRUE)),
+)
 TEXTS: Schema = {"type": "array", "items": {"type": ["string", "array"]}}
 
 
@@ -94,6 +127,7 @@ RULES: dict[str, Sequence[Schema]] = {
     "CompletionRequest": (
         STREAM_OPTIONS,
         NOT_GREEDY,
+        *CONSTRAINT_RULES,
         has(stream=TRUE, prompt_logprobs=GIVEN),
         has(stream=TRUE, echo=TRUE, logprobs=GIVEN),
         *_too_many_texts(),
@@ -103,6 +137,12 @@ RULES: dict[str, Sequence[Schema]] = {
         STREAM_OPTIONS,
         NOT_GREEDY,
         both(has(top_logprobs=GIVEN), unless(has(logprobs=TRUE))),
+        *CONSTRAINT_RULES,
+        *TOOL_RULES,
+    ),
+    "ResponseFormat": (
+        both(has(type={"const": "json_schema"}), lacks("json_schema")),
+        both(has(json_schema=GIVEN), unless(has(type={"const": "json_schema"}))),
     ),
     "ChatMessage": (
         has(
@@ -121,6 +161,8 @@ IN_WORDS = {
     ("RecommendRequest", "beam_width"): "At least k.",
     ("CompletionRequest", "min_tokens"): "At most the most output tokens.",
     ("ChatRequest", "min_tokens"): "At most the most output tokens.",
+    ("ChatRequest", "tools"): "Each function has another name.",
+    ("ChatRequest", "tool_choice"): "A named function is one of the tools.",
 }
 
 
@@ -176,6 +218,8 @@ def add_rules(components: dict[str, Schema], min_temperature: float) -> None:
             "exclusiveMaximum": min_temperature,
         }
         fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": TOKEN_ID}
+    arguments = components["ToolFunction"]["properties"]["parameters"]["anyOf"][0]
+    arguments["properties"] = {"type": {"const": "object"}}
     for field, allowed in chat_messages.REFUSED.items():
         components["ChatMessage"]["properties"][field] |= one_of(*allowed)
     fields = components["GenerativeScoringRequest"]["properties"]

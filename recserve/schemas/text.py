@@ -13,6 +13,16 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from recserve.bounds import MAX_ID_LENGTH
 from recserve.schemas.chat_messages import ChatMessage
+from recserve.schemas.constraints import (
+    ChoiceTexts,
+    GrammarText,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    Tools,
+)
 from recserve.schemas.experiments import ExperimentLabel
 from recserve.schemas.items import (
     TOKEN_ID,
@@ -38,11 +48,21 @@ TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 TextTimeoutMs = Annotated[int, Meta(ge=1, le=MAX_TEXT_TIMEOUT_MS)]
 Bias = dict[str | int, Annotated[float, Meta(ge=-100, le=100)]]
+MAX_ALLOWED = 2**20
 MAX_NAMED = 16  # wrong keys that an error names
 Whole = Annotated[int, Meta(ge=1, le=2**31)]
 WholeOrZero = Annotated[int, Meta(ge=0, le=2**31)]
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+# Fields that say what a text must be.
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+JSON_FIELDS = (
+    *("response_format", "guided_json", "structured_outputs.json"),
+    "structured_outputs.json_object",
+)
 
 
 class SpeculationOptions(StrictStruct, frozen=True, kw_only=True):
@@ -86,7 +106,13 @@ class StreamOptions(StrictStruct, frozen=True, kw_only=True):
 
 
 class TextRequest(StrictStruct, frozen=True, kw_only=True):
-    """Fields of both text routes. None means the default in docs/reference/http-text.md."""
+    """Fields of both text routes. None means the default in docs/reference/http-text.md.
+
+    Attributes:
+        response_format: What the text is, as in OpenAI's API.
+        structured_outputs: The same as in vLLM; so are `guided_json` and its like.
+        allowed_token_ids: Tokens that the text may have; None or an empty list means all.
+    """
 
     model: Annotated[str, Meta(max_length=256)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -105,6 +131,13 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: ChoiceTexts | None = None
+    guided_grammar: GrammarText | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ALLOWED)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
@@ -125,12 +158,6 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
     length_penalty: Any = None
     truncate_prompt_tokens: Any = None
     truncation_side: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    allowed_token_ids: Any = None
     logprob_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     return_token_offsets: Any = None
@@ -162,11 +189,58 @@ class TextRequest(StrictStruct, frozen=True, kw_only=True):
             raise InvalidRequest("logit_bias", f"expected token ids as keys, got {names}")
         return {int(key): value for key, value in given.items()}
 
-    def check(self) -> None:
-        """Raises InvalidRequest if a field of OpenAI's API is set that has no support here."""
+    def check(self) -> bool:
+        """Checks the fields, and returns whether one of them may constrain the text.
+
+        Raises:
+            InvalidRequest: If fields do not fit each other, or one has no support here.
+        """
         check_neutral(self)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "needs stream: true")
+        constrained = bool(
+            self.response_format
+            or self.structured_outputs
+            or self.guided_json is not None
+            or self.guided_regex
+            or self.guided_choice
+            or self.guided_grammar
+            or self.allowed_token_ids
+        )
+        if constrained:
+            self._check_constraint()
+        return constrained
+
+    @property
+    def constrained_by(self) -> list[str]:
+        """Names of the fields that say what the text must be."""
+        names = [name for name in GUIDED if _is_given(getattr(self, name))]
+        outputs = self.structured_outputs
+        if outputs is not None:
+            given = [name for name in STRUCTURED if _is_given(getattr(outputs, name))]
+            names += [f"structured_outputs.{name}" for name in given]
+        if self.response_format is not None and self.response_format.type != "text":
+            names.append("response_format")
+        return names
+
+    def _check_constraint(self) -> None:
+        """Raises InvalidRequest if several fields say what the text must be, or one is wrong."""
+        if self.response_format is not None:
+            self.response_format.check()
+        names = self.constrained_by
+        if len(names) > 1:
+            raise InvalidRequest(names[1], f"cannot be combined with {names[0]}; leave one out")
+        if self.ignore_eos and names:
+            raise InvalidRequest("ignore_eos", f"cannot be combined with {names[0]}; leave it out")
+        blanks = self.structured_outputs and self.structured_outputs.blanks
+        if blanks and (not names or names[0] not in JSON_FIELDS):
+            fields = ", ".join(JSON_FIELDS)
+            raise InvalidRequest("structured_outputs.blanks", f"needs JSON: one of {fields}")
+
+
+def _is_given(value: Any) -> bool:
+    """Returns whether the value of a field is a constraint. An empty schema is one."""
+    return value is not None and value is not False and value != []
 
 
 class CompletionRequest(TextRequest, frozen=True, kw_only=True):
@@ -192,17 +266,17 @@ class CompletionRequest(TextRequest, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     suffix: Any = None
     prompt_embeds: Any = None
-    response_format: Any = None
 
-    def check(self) -> None:
-        """Raises InvalidRequest if a field is unsupported, or a stream has to score its prompt."""
-        super().check()
+    def check(self) -> bool:
+        """Checks the fields as `TextRequest.check`; a stream cannot score its prompt."""
+        constrained = super().check()
         if self.best_of not in (None, self.n or 1):
             why = "not supported; request n texts and choose among them"
             raise UnsupportedField("best_of", why)
         if self.stream and self.scores_prompt:
             name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo"
             raise InvalidRequest(name, "log-probabilities of a prompt are not streamed")
+        return constrained
 
     @property
     def scores_prompt(self) -> bool:
@@ -219,6 +293,10 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     Attributes:
         messages: The conversation.
         max_completion_tokens: Most output tokens; overrides `max_tokens`.
+        tools: Functions that the model may call.
+        tool_choice: Whether it calls one: `auto` decides by itself, `required` calls at least one,
+            `none` none, and a named one calls that.
+        parallel_tool_calls: Whether a turn may have several calls; None means yes.
         chat_template_kwargs: Further variables for the chat template.
         continue_final_message: The text continues the last message.
         add_generation_prompt: End the prompt with the start of the assistant's turn; None does so
@@ -230,12 +308,11 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[Name, TemplateSetting], Meta(max_length=16)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -252,11 +329,44 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     echo: Any = None
     prompt_logprobs: Any = None
 
-    def check(self) -> None:
-        """Raises InvalidRequest if a field is unsupported, or lacks another one that it needs."""
-        super().check()
+    def check(self) -> bool:
+        """Checks the fields as `TextRequest.check`, tools included."""
+        constrained = super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs", "needs logprobs: true")
+        if self.tools or self.tool_choice:
+            self._check_tools()
+        return constrained
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model may call tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def _check_tools(self) -> None:
+        """Raises InvalidRequest if tools and their choice do not fit each other or other fields."""
+        names = [tool.function.name for tool in self.tools or ()]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise InvalidRequest(f"tools[{number}].function.name", f"{name!r} occurs twice")
+        for number, tool in enumerate(self.tools or ()):
+            kind = (tool.function.parameters or {}).get("type", "object")
+            if kind != "object":
+                param = f"tools[{number}].function.parameters.type"
+                raise InvalidRequest(param, f'expected "object", got {str(kind)[:60]!r}')
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        if not names and (chosen or self.tool_choice == "required"):
+            raise InvalidRequest("tool_choice", "needs tools")
+        if chosen is not None and chosen not in names:
+            expected = f"expected one of {', '.join(names)}, got {chosen!r}"
+            raise InvalidRequest("tool_choice.function.name", expected)
+        if not self.calls_tools:
+            return
+        for name in self.constrained_by:
+            if name != "response_format":
+                raise InvalidRequest(name, "cannot be combined with tools; leave one out")
+        if self.ignore_eos:
+            raise InvalidRequest("ignore_eos", "cannot be combined with tools; leave it out")
 
 
 class PromptDetails(Struct, frozen=True):
@@ -284,6 +394,7 @@ class TextMetrics(Struct, frozen=True):
 
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
@@ -297,12 +408,35 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     token_sources: list[TokenSource] | UnsetType = UNSET
 
 
+class CalledFunction(Struct, frozen=True, kw_only=True):
+    """The name of a function, and the text of its arguments, a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class AssistantToolCall(Struct, frozen=True, kw_only=True):
+    """A call of a function that the model wants."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(Struct, frozen=True, kw_only=True):
-    """The assistant's turn."""
+    """The assistant's turn.
+
+    Attributes:
+        content: The text; None beside calls or thoughts if there is none.
+        reasoning_content: The model's thoughts before its text; absent if there are none.
+        tool_calls: The calls; absent if there are none.
+    """
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AssistantToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -311,14 +445,32 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
+
+
+class FunctionDelta(Struct, frozen=True, kw_only=True):
+    """A piece of a call: the name at first, and then characters of the arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """A piece of a call. The first one has `id`, `type` and the name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
 
 
 class ChatDelta(Struct, frozen=True, kw_only=True):
     """A piece of a chat response. The first piece has the role."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True, kw_only=True):
@@ -327,7 +479,7 @@ class ChatChunkChoice(Struct, frozen=True, kw_only=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     token_sources: list[TokenSource] | UnsetType = UNSET
 
 

@@ -61,6 +61,7 @@ class ChatTemplate:
         settings: Mapping[str, Any] | None = None,
         answer_follows: bool = True,
         deadline_s: float | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Returns the prompt of a chat.
 
@@ -69,6 +70,7 @@ class ChatTemplate:
             settings: Further variables of the template, such as `enable_thinking`.
             answer_follows: True ends the prompt with the start of the assistant's turn.
             deadline_s: time.monotonic() value after which it is useless; None means never.
+            tools: Functions that the model may call, as OpenAI's API writes them; None for none.
 
         Raises:
             TemplateError: If the template rejects the messages, fails, writes more than
@@ -80,6 +82,7 @@ class ChatTemplate:
             "settings": dict(settings or {}),
             "answer_follows": answer_follows,
             "most_characters": MAX_PROMPT_CHARACTERS,
+            "tools": None if tools is None else [dict(tool) for tool in tools],
         }
         return self._ask(request, deadline_s)
 

@@ -74,6 +74,7 @@ class SandboxedTemplate:
         settings: Mapping[str, Any],
         answer_follows: bool,
         most_characters: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Returns the prompt of a chat; the arguments are those of `ChatTemplate.render`.
 
@@ -85,7 +86,7 @@ class SandboxedTemplate:
             **settings,
             **self._special,
             "messages": list(messages),
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": answer_follows,
         }
@@ -156,6 +157,7 @@ def _rendered(request: dict[str, Any]) -> dict[str, str]:
             settings=request["settings"],
             answer_follows=request["answer_follows"],
             most_characters=request["most_characters"],
+            tools=request["tools"],
         )
         return {"text": text}
     except TemplateError as error:

@@ -120,6 +120,28 @@ class TextTokenizer:
         """Returns each token as the vocabulary spells it, such as `Ġis`; "" for an unknown id."""
         return [self.tokenizer.id_to_token(token) or "" for token in tokens]
 
+    def hidden(self, name: str) -> int | None:
+        """Returns the id of a special token, which texts leave out; None if `name` is none."""
+        number = self.tokenizer.token_to_id(name)
+        if number is None or number >= len(self.spelling.texts) or self.spelling.texts[number]:
+            return None
+        return int(number)
+
+    def spelling_with(self, names: tuple[str, ...]) -> Spelling:
+        """Returns what tokens write in texts that show some special tokens."""
+        if names not in self._spellings:
+            hidden = [self.hidden(name) for name in names]
+            texts = list(self.spelling.texts)
+            for number in hidden:
+                if number is not None:
+                    texts[number] = self.all_bytes[number]
+            self._spellings[names] = replace(self.spelling, texts=tuple(texts))
+        return self._spellings[names]
+
+    @cached_property
+    def _spellings(self) -> dict[tuple[str, ...], Spelling]:
+        return {}
+
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Returns the token ids of a text.
 

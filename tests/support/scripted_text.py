@@ -30,6 +30,7 @@ from recserve.speculation.completion import (
     TextQuery,
     TokenLogprobs,
 )
+from recserve.tokenizer.chat_template import ChatTemplate
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 BEGIN, END = 256, 257
@@ -63,8 +64,11 @@ class ScriptedEngine:
         failure: Exception that is raised in the step `failing_step`.
     """
 
-    def __init__(self, script: Callable[[str, int], str], tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, script: Callable[[str, int], str], tokenizer: TextTokenizer, context: int = CONTEXT
+    ) -> None:
         self.script = script
+        self.capacity = context + 1
         self.tokenizer = tokenizer
         self.hold = threading.Event()
         self.full = False
@@ -93,7 +97,7 @@ class ScriptedEngine:
         return futures
 
     def token_capacity(self, model: str) -> int:
-        return CONTEXT + 1
+        return self.capacity
 
     def close(self) -> None:
         self.alive = False
@@ -163,12 +167,20 @@ def likely(token: int, count: int | None) -> TokenLogprobs:
     return TokenLogprobs(-1.5, tuple(sharp), tuple(-0.5 - place for place in range(len(sharp))))
 
 
-def scripted(folder: Path, script: Callable[[str, int], str], template: bool = True) -> Service:
-    """Returns a service with a scripted model called `toy`."""
+def scripted(
+    folder: Path,
+    script: Callable[[str, int], str],
+    template: bool = True,
+    source: str | None = None,
+    context: int = CONTEXT,
+) -> Service:
+    """Returns a service with a scripted model called `toy`; `source` is another template."""
     byte_tokenizer(folder)
     tokenizer = TextTokenizer.open(folder)
     if not template:
         tokenizer = replace(tokenizer, template=None)
+    if source is not None:
+        tokenizer = replace(tokenizer, template=ChatTemplate(source, {}))
     heads = MedusaHeads(MedusaConfig(8, VOCABULARY, num_heads=3))
     medusa = MedusaDrafter(heads, 8, VOCABULARY)
     model = TextModel(
@@ -176,9 +188,9 @@ def scripted(folder: Path, script: Callable[[str, int], str], template: bool = T
         tokenizer,
         VOCABULARY,
         (END,),
-        CONTEXT,
+        context,
         1234,
         torch.device("cpu"),
         {"none": NoDrafter(), "ngram": NoDrafter(), "medusa": medusa},
     )
-    return Service(ScriptedEngine(script, tokenizer), model.device, text=model)
+    return Service(ScriptedEngine(script, tokenizer, context), model.device, text=model)

@@ -14,6 +14,7 @@ from recserve.core.request import PromptScores
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
 from recserve.service.pending import Stopwatch
 from recserve.service.text.answers import ChatShape, CompletionShape, Shape
+from recserve.service.text.chat_turns import TurnShape
 from recserve.service.text.embeddings import Embeddings
 from recserve.service.text.model import TextEngine, TextModel
 from recserve.service.text.pending_texts import PendingTexts
@@ -22,6 +23,7 @@ from recserve.service.text.prompts import TextPlan, plan_chat, plan_completion
 from recserve.service.text.stream import Listener, TextStream
 from recserve.service.text.text_scores import TextScores
 from recserve.speculation.completion import GROUP_COST, OUTPUT_COST, Completion, TextQuery
+from recserve.tokenizer.token_bytes import Spelling
 
 
 class TextService:
@@ -69,7 +71,7 @@ class TextService:
         tokenizer = self.model.tokenizer
         shape = CompletionShape(tokenizer.all_bytes, body.logprobs is not None, _sources(body))
         echoed = [prompt.text if body.echo else "" for prompt in plan.prompts]
-        streams = self._streams(plan, body.min_tokens, listener, echoed)
+        streams = self._streams(plan, body.min_tokens, listener, echoed, tokenizer.spelling)
         queries = _queries(body, plan, streams, deadline_s)
         scoring = []
         if body.scores_prompt:
@@ -97,18 +99,25 @@ class TextService:
         """Starts the responses to a chat. Arguments and errors as in `begin_completion`."""
         watch = Stopwatch()
         plan = plan_chat(body, self.model, deadline_s)
-        shape = ChatShape(self.model.tokenizer.all_bytes, bool(body.logprobs), _sources(body))
-        streams = self._streams(plan, body.min_tokens, listener, [""])
+        tokenizer, form = self.model.tokenizer, plan.form
+        given = tokenizer.all_bytes, bool(body.logprobs), _sources(body)
+        shape = ChatShape(*given) if form is None else TurnShape(*given, form)
+        spelling = tokenizer.spelling if form is None else tokenizer.spelling_with(form.tags)
+        streams = self._streams(plan, body.min_tokens, listener, [""], spelling)
         queries = _queries(body, plan, streams, deadline_s)
         watch.features_done()
         texts = self.engine.submit_all(queries, client)
         return PendingTexts(body, plan, shape, self._head(shape, request_id), watch, streams, texts)
 
     def _streams(
-        self, plan: TextPlan, min_tokens: int, listener: Listener | None, beginnings: list[str]
+        self,
+        plan: TextPlan,
+        min_tokens: int,
+        listener: Listener | None,
+        beginnings: list[str],
+        spelling: Spelling,
     ) -> list[TextStream]:
         """Returns a stream per text; `beginnings` are the echoed prompts."""
-        spelling = self.model.tokenizer.spelling
         streams = []
         for number, prompt in enumerate(plan.prompts):
             before, tail = beginnings[number], prompt.open_tokens

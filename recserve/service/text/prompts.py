@@ -33,7 +33,14 @@ from recserve.schemas.text import (
     TextRequest,
 )
 from recserve.service.errors import UnfitRule
+from recserve.service.text.chat_constraint import (
+    chat_constraint,
+    template_tools,
+    text_constraint,
+    turn_form,
+)
 from recserve.service.text.model import TextModel
+from recserve.service.text.tool_calls.turn import TurnForm
 from recserve.speculation.sampling_params import MIN_TEMPERATURE, SamplingParams, Speculation
 from recserve.speculation.verifier import UnfitDraft
 from recserve.speculation.verifiers.registry import GREEDY, verifiers
@@ -74,6 +81,7 @@ class TextPlan:
         speculation: Drafting options.
         stops: Strings that end a text.
         constraint: What every text may be; None leaves it free.
+        form: What a chat's turn may have beside content; None for content only.
     """
 
     prompts: list[Prompt]
@@ -82,6 +90,7 @@ class TextPlan:
     speculation: Speculation
     stops: list[str]
     constraint: Constraint | None = None
+    form: TurnForm | None = None
 
 
 def plan_completion(
@@ -101,13 +110,14 @@ def plan_completion(
         UnknownModel: If the body names another model.
     """
     model.check_name(body.model)
-    body.check()
+    constrained = body.check()
     prompts = _completion_prompts(body, model, deadline_s)
     most: list[int | None] = [body.most_tokens] * len(prompts)
     if body.most_tokens is None:
         rooms = [model.context - len(prompt.tokens) for prompt in prompts]
         most = [max(1, min(COMPLETION_TOKENS, room)) for room in rooms]
-    return _plan(body, model, prompts, most, body.logprobs)
+    constraint = text_constraint(body, model) if constrained else None
+    return _plan(body, model, prompts, most, body.logprobs, constraint)
 
 
 def plan_chat(body: ChatRequest, model: TextModel, deadline_s: float | None = None) -> TextPlan:
@@ -119,11 +129,16 @@ def plan_chat(body: ChatRequest, model: TextModel, deadline_s: float | None = No
         Exception: As `plan_completion`.
     """
     model.check_name(body.model)
-    body.check()
+    constrained = body.check()
     text = chat_text(body, body.messages, model, deadline_s)
     prompts = [_prompt("messages", text, False, model, deadline_s)]
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _plan(body, model, prompts, [body.most_tokens], logprobs)
+    continued = _text(body.messages[-1]) if body.continue_final_message else None
+    form = turn_form(body, model, text, continued)
+    constraint = text_constraint(body, model) if constrained else None  # its errors name the path
+    if form is not None:
+        constraint = chat_constraint(body, form, constraint, model)
+    return _plan(body, model, prompts, [body.most_tokens], logprobs, constraint, form)
 
 
 def chat_text(
@@ -156,7 +171,8 @@ def chat_text(
     turns = [_turn(n, m) for n, m in enumerate(messages)]
     settings = body.chat_template_kwargs
     follows = not continued if follows is None else follows
-    text = apply_template(template, "messages", turns, settings, follows, deadline_s)
+    tools = template_tools(body)
+    text = apply_template(template, "messages", turns, settings, follows, deadline_s, tools)
     if not continued:
         return text
     last = turns[-1]["content"].lstrip()
@@ -175,6 +191,7 @@ def apply_template(
     settings: Mapping[str, Any] | None,
     answer_follows: bool = True,
     deadline_s: float | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Returns the text of turns; `param` names the field that they come from, for errors.
 
@@ -184,7 +201,7 @@ def apply_template(
     """
     check_deadline(deadline_s)
     try:
-        return template.render(turns, settings, answer_follows, deadline_s)
+        return template.render(turns, settings, answer_follows, deadline_s, tools)
     except TemplateTimeout as error:
         raise DeadlineExceeded(str(error)) from None
     except TemplateError as error:
@@ -300,6 +317,7 @@ def _plan(
     most_tokens: Sequence[int | None],
     logprobs: int | None,
     constraint: Constraint | None = None,
+    form: TurnForm | None = None,
 ) -> TextPlan:
     if constraint is not None and constraint.end_tokens and body.ignore_eos:
         raise InvalidRequest("ignore_eos", "a constrained text ends at its end token; leave it out")
@@ -309,7 +327,7 @@ def _plan(
         first = _sampling(body, model, prompt, most, logprobs)
         params += [replace(first, seed=derived_seed(first.seed, copy)) for copy in range(copies)]
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    return TextPlan(prompts, copies, params, drafting, stops, constraint)
+    return TextPlan(prompts, copies, params, drafting, stops, constraint, form)
 
 
 def _completion_prompts(
@@ -443,16 +461,21 @@ def _echoed(param: str, tokens: list[int], model: TextModel) -> Prompt:
 def _turn(number: int, message: ChatMessage) -> dict[str, Any]:
     """Returns a turn as templates know it. Raises InvalidRequest."""
     message.check(f"messages[{number}]")
-    content = message.content or ""
     turn = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": content if isinstance(content, str) else "".join(p.text for p in content),
+        "content": _text(message),
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content,
         "tool_calls": None if not message.tool_calls else [_call(c) for c in message.tool_calls],
     }
     return {name: value for name, value in turn.items() if value is not None}
+
+
+def _text(message: ChatMessage) -> str:
+    """Returns the text of a turn; parts follow each other."""
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join([part.text for part in content])
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

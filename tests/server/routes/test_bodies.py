@@ -68,7 +68,10 @@ def wrong_values(forms):
     types = {form.get("type") for form in forms}
     if None in types or types == {"null"}:
         return
-    yield ({}, "object") if "object" not in types else ("text", "str")
+    if "object" not in types:
+        yield {}, "object"
+    else:
+        yield ("text", "str") if "string" not in types else (1, "int")
     one = next(form for form in forms if form["type"] != "null")
     if len(types - {"null"}) == 1 and "not" not in one:
         for name, spoil in (

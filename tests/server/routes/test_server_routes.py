@@ -124,13 +124,14 @@ def test_openapi_says_which_errors_each_route_has(client):
     missing = {row.code for row in TABLE.values()} - every
     assert missing == {"client_gone"}  # nobody is there to read it
     schemas = said["components"]["schemas"]
-    recommend, tools = schemas["RecommendRequest"], schemas["ChatRequest"]["properties"]["tools"]
+    recommend = schemas["RecommendRequest"]
+    functions = schemas["ChatRequest"]["properties"]["functions"]
     assert [fits(recommend, {name: "x"}) for name in ("user", "history", "k")] == [
         True,
         True,
         False,
     ]
-    assert [fits(tools, value) for value in (None, [], {}, [{}])] == [True, True, True, False]
+    assert [fits(functions, value) for value in (None, [], {}, [{}])] == [True, True, True, False]
     stream = said["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
     data = stream["text/event-stream"]["schema"]["properties"]["data"]
     last, chunk = data["anyOf"]

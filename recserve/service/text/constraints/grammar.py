@@ -17,7 +17,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from recserve.core.constraint import ConstraintError, Grammar, num_words
-from recserve.service.text.constraints.json_schema import UnfitSchema, find_path, read_schema
+from recserve.service.text.constraints.json_schema import (
+    UnfitSchema,
+    find_path,
+    json_options,
+    read_schema,
+)
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 # A state of a lexer takes 1 to 2 kB, and a unit of fuel about .02 us to compile and .07 us to step.
@@ -32,8 +37,6 @@ LIMITS = {
 }
 # The engine compiles a grammar again when one of its texts meets a limit (CompiledGrammar).
 MAX_COMPILE_S = 0.5
-# A key must have one spelling: `\u0061` would be a second one of `a`.
-ESCAPES = 'nrbtf\\"'
 # Attributes of rules with which a matcher cannot go back.
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _ONE_WAY = re.compile(r"\b(max_tokens|stop|temperature)\b")
@@ -197,33 +200,6 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._inner.is_error():
             raise ConstraintError(f"the constraint cannot go on: {_line(self._inner.get_error())}")
-
-
-def json_options(blanks: int = 0) -> Any:
-    """Returns how JSON of a schema is written, for llguidance.
-
-    Args:
-        blanks: Most blanks in a row between tokens. 0 writes compact JSON.
-    """
-    options: dict[str, Any] = {
-        "whitespace_flexible": False,
-        "json_allowed_escapes": ESCAPES,
-        "coerce_one_of": False,
-        "lenient": False,
-    }
-    if blanks:
-        options["whitespace_pattern"] = rf"[\x20\x0A\x0D\x09]{{1,{blanks}}}"
-    return options
-
-
-def json_rule(schema: Mapping[str, Any], blanks: int = 0) -> str:
-    """Returns a schema as an expression of a Lark grammar, with the options of `json_options`.
-
-    Raises:
-        UnfitSchema: As `read_schema`.
-    """
-    checked = read_schema(json.dumps(schema))
-    return "%json " + json.dumps({**checked, "x-guidance": json_options(blanks)})
 
 
 def _refusal(schema: Mapping[str, Any], error: str) -> UnfitGrammar:

@@ -19,6 +19,8 @@ from urllib.parse import unquote
 
 MAX_DEPTH = 96  # of objects and lists in a schema
 MAX_NODES = 100_000
+# A key must have one spelling: `\u0061` would be a second one of `a`.
+ESCAPES = 'nrbtf\\"'
 
 _SCHEMAS = (
     *("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
@@ -61,6 +63,23 @@ class UnfitSchema(ValueError):
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(reason)
         self.path = path
+
+
+def json_options(blanks: int = 0) -> Any:
+    """Returns how JSON of a schema is written, for llguidance.
+
+    Args:
+        blanks: Most blanks in a row between tokens. 0 writes compact JSON.
+    """
+    options: dict[str, Any] = {
+        "whitespace_flexible": False,
+        "json_allowed_escapes": ESCAPES,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    if blanks:
+        options["whitespace_pattern"] = rf"[\x20\x0A\x0D\x09]{{1,{blanks}}}"
+    return options
 
 
 def read_schema(text: str) -> dict[str, Any]:

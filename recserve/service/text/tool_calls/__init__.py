@@ -1,0 +1,1 @@
+"""Calls of tools in texts: one file per format, which parses calls and writes their grammar."""
