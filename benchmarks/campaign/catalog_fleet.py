@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -18,18 +18,20 @@ import numpy as np
 import redis
 
 from benchmarks.campaign.batch_writer import count_lost
+from benchmarks.campaign.catalog_bundles import LogWatch, judged_by_items
 from benchmarks.campaign.catalog_clients import LIVE, MIN_VERSION, CatalogClient, Record
 from benchmarks.campaign.catalog_histories import (
     HIDDEN,
     End,
     Report,
     Result,
+    SharedLog,
     Version,
     check_history,
 )
 from benchmarks.campaign.check import NotRun
 from benchmarks.campaign.fault_proxy import FaultProxy
-from benchmarks.campaign.site import SERVE, ServerProcess, Site
+from benchmarks.campaign.site import ADMIN, ADMIN_KEY, SERVE, ServerProcess, Site
 from benchmarks.campaign.traffic import slate_bodies
 from tests.support.redis_server import servers, start_redis, start_sentinel, wait_for
 
@@ -37,6 +39,10 @@ NUM_REPLICAS, NUM_CLIENTS = 3, 8
 ALWAYS = ("--appendonly", "yes", "--appendfsync", "always", "--no-appendfsync-on-rewrite", "no")
 NETWORK = ("down", "refuse", "hang", "loss", "reset", "half", "garbage")
 STALE_MS = 1500
+HEARTBEAT_S = 4.0  # all replicas know of a load then
+KV_BYTES = 2**23
+# Same catalogue, same items with other semantic ids, other items.
+ROLLED_OUT = ("two", "anew", "other", "one")
 SETTLE_S = 60.0
 STARTS = 5  # of a replica that ends because Redis does not answer it
 SIGNING_KEY = "a-signing-key-of-the-campaign"
@@ -71,6 +77,7 @@ class Seen:
         lost_events: Acknowledged events that are not stored once.
         losses: How often replicas counted a loss of the log.
         conflicts: How often a replica found its position taken.
+        assigned: Entries of the log with which a bundle has taken over changes of another one.
     """
 
     report: Report
@@ -80,6 +87,7 @@ class Seen:
     lost_events: int
     losses: float
     conflicts: float
+    assigned: int
 
 
 @dataclass
@@ -107,6 +115,8 @@ class Fleet:
         for store in self.stores:
             settings = {"bundle": self.bundle, "store": store, "catalog_log": "redis"}
             settings |= {"catalog_stale_ms": STALE_MS, "signing_key": SIGNING_KEY, **self.settings}
+            settings |= {"bundles_dir": self.bundle.parent, "admin_keys": [ADMIN_KEY]}
+            settings |= {"kv_bytes": KV_BYTES}
             self.replicas.append(ServerProcess(self.site.scratch(), settings, SERVE))
         try:
             for one in self.replicas:
@@ -137,6 +147,36 @@ class Fleet:
         one.stop()
         one.settings["bundle"] = bundle
         self.start(number)
+
+    def load_all(self, bundle: Path, asked: int, meanwhile: Callable[[], object]) -> None:
+        """Lets the running replicas load a bundle one after another.
+
+        Args:
+            bundle: The bundle, which a replica that starts has from now on too.
+            asked: The replica that gets the request.
+            meanwhile: Called while they load.
+        """
+        for one in self.replicas:
+            one.settings["bundle"] = bundle
+        body = {"path": bundle.name, "fleet": True}
+        self.replicas[asked].post("/admin/bundle:load", body, headers=ADMIN).raise_for_status()
+        time.sleep(HEARTBEAT_S)
+        meanwhile()
+        _wait(lambda: self._has_ended(bundle), 3 * SETTLE_S)
+        for one in self.replicas:
+            with one.client(headers=ADMIN) as client:
+                found = client.get("/admin/bundle").json()
+                if found["current"]["path"] != bundle.name:
+                    raise RuntimeError(f"the fleet has not loaded {bundle.name}: {found}")
+
+    def _has_ended(self, bundle: Path) -> bool:
+        """Whether every replica says that all have a bundle."""
+        for one in self.replicas:
+            with one.client(headers=ADMIN) as client:
+                found = client.get("/admin/bundle").json().get("fleet")
+                if found is None or (found["path"], found["state"]) != (bundle.name, "ready"):
+                    return False
+        return True
 
     def start(self, number: int) -> None:
         """Starts a replica that has ended, again where it ends, and waits until it is ready."""
@@ -262,10 +302,16 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
                     faults.enter_context(proxies[number].fault(str(random.choice(NETWORK))))
                 time.sleep(float(random.uniform(0.5, 3.0)))
 
+        following = cycle(ROLLED_OUT[plan.seed % 3 :] + ROLLED_OUT[: plan.seed % 3])
+
         def roll_out() -> None:
-            fleet.bundle = bundles / ("two" if fleet.bundle.name == "one" else "one")
+            fleet.bundle = bundles / next(following)
             for number in range(NUM_REPLICAS):
                 fleet.restart(number, fleet.bundle)
+
+        def load_all() -> None:
+            fleet.bundle = bundles / next(following)
+            fleet.load_all(fleet.bundle, replica(), lambda: fleet.kill(replica()))
 
         faults = [
             ("a replica is killed", lambda: fleet.kill(replica())),
@@ -275,10 +321,16 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
             ("Redis is stopped", lambda: pause(server.pid, float(random.uniform(0.3, 3)))),
             ("the network of Redis fails", break_network),
         ]
-        # One rollout for each eleven other faults.
-        faults = [*faults, *faults[:5], ("a rollout", roll_out)]
+        rollouts = [
+            ("a rollout", roll_out),
+            ("a load of the fleet with a killed replica", load_all),
+        ]
+        # Two rollouts for each ten other faults.
+        faults = [*faults[:2], rollouts[0], *faults[2:4], rollouts[1], *faults[4:], *faults[:4]]
+        watch = stack.enter_context(closing(LogWatch(port)))
+        watch.start()
         made = drive(record, plan, faults)
-        return _judge(fleet, record, made)
+        return _judge(fleet, record, made, watch=watch)
 
 
 def with_failovers(site: Site, plan: Plan, settings: dict[str, Any] | None = None) -> Seen:
@@ -340,22 +392,33 @@ def with_failovers(site: Site, plan: Plan, settings: dict[str, Any] | None = Non
         return _judge(fleet, record, made, events=False)
 
 
-def _judge(fleet: Fleet, record: Record, faults: Counter[str], events: bool = True) -> Seen:
+def _judge(
+    fleet: Fleet,
+    record: Record,
+    faults: Counter[str],
+    events: bool = True,
+    watch: LogWatch | None = None,
+) -> Seen:
     """Compares the replicas at the end and checks the history."""
     ends = _ends(fleet, record)
+    operations, log = record.operations, SharedLog()
+    if watch is not None:
+        watch.close()
+        operations, log = judged_by_items(operations, watch.entries)
     fleet.count()
     lost = 0
     if events:
         with fleet.replicas[0].client() as client:
             lost = count_lost(client, record.events)
     return Seen(
-        report=check_history(record.operations, dict.fromkeys(LIVE, HIDDEN), ends),
+        report=check_history(operations, dict.fromkeys(LIVE, HIDDEN), ends, log),
         record=record,
         num_operations=len(record.operations) + len(record.events),
         faults=faults,
         lost_events=lost,
         losses=fleet.losses,
         conflicts=fleet.conflicts,
+        assigned=len(log.assigned),
     )
 
 
@@ -371,6 +434,7 @@ def _ends(fleet: Fleet, record: Record) -> list[End]:
     finally:
         client.close()
     last = record.operations[-1]
+    _wait(lambda: _agree(fleet), SETTLE_S)
     if last.result is not Result.OK:
         record.wrong.append(f"no change is accepted at the end: {last}")
         return []
@@ -395,6 +459,22 @@ def _ends(fleet: Fleet, record: Record) -> list[End]:
             ]
         found.append(End(number, Version.parse(said["catalog_version"]), items, slates))
     return found
+
+
+def _agree(fleet: Fleet) -> bool:
+    """Whether all replicas name one version, and still do after a while.
+
+    A replica that has loaded another bundle keeps the one before for some minutes. That one takes
+    over changes too.
+    """
+    found = set()
+    for pause_s in (0.5, 0.0):
+        for one in fleet.replicas:
+            with one.client() as client:
+                said = client.get("/v1/items", params={"ids": LIVE[0]}).json()
+                found.add(said["catalog_version"])
+        time.sleep(pause_s)
+    return len(found) == 1
 
 
 def _num_changes(record: Record, first: int) -> int:

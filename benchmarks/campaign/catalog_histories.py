@@ -131,6 +131,20 @@ class End:
     slates: Sequence[object]
 
 
+@dataclass(frozen=True)
+class SharedLog:
+    """What the log of several bundles tells beside the answers.
+
+    Attributes:
+        assigned: Positions that no client has asked for, because a bundle takes over there what
+            another one has.
+        rollbacks: Ascending positions of rollbacks.
+    """
+
+    assigned: frozenset[int] = frozenset()
+    rollbacks: Sequence[int] = ()
+
+
 @dataclass
 class Report:
     """What a history shows.
@@ -161,7 +175,10 @@ class Report:
 
 
 def check_history(
-    operations: Sequence[Operation], initial: Mapping[str, str], ends: Sequence[End] = ()
+    operations: Sequence[Operation],
+    initial: Mapping[str, str],
+    ends: Sequence[End] = (),
+    log: SharedLog | None = None,
 ) -> Report:
     """Checks a history.
 
@@ -169,15 +186,17 @@ def check_history(
         operations: All operations, in any order.
         initial: The value of each item before the first operation.
         ends: What the replicas answer after the last one.
+        log: What the log itself tells, if several bundles share it.
     """
+    log = log or SharedLog()
     report = Report()
     operations = [*operations, *(_as_read(one, operations) for one in ends)]
     epochs = sorted({one.version.epoch for one in operations if one.version is not None})
-    lines = _find_lines(operations, initial, [], epochs, [MAX_LINES])
+    lines = _find_lines(operations, initial, [], epochs, [MAX_LINES], log)
     for each in lines:
         for kind, text in each.violations:
             report.add(kind, text)
-    line = lines[-1] if lines else _Line(operations, initial, [])
+    line = lines[-1] if lines else _Line(operations, initial, [], log)
     report.epochs = list(line.parts)
     report.unasked = line.num_unasked
     report.lost = [
@@ -212,6 +231,7 @@ def _find_lines(
     lines: Sequence[_Line],
     epochs: Sequence[int],
     left: list[int],
+    log: SharedLog,
 ) -> list[_Line]:
     """Returns the line of each epoch.
 
@@ -225,25 +245,26 @@ def _find_lines(
         lines: Lines of the epochs before.
         epochs: The other epochs, in order.
         left: One number: how many lines may be tried.
+        log: What the log itself tells.
     """
     if not epochs:
         return [*lines]
     best: list[_Line] = []
     poor: list[_Line] = []
     for parts in _beginnings(operations, lines, epochs[0]):
-        line = _Line(operations, initial, [*parts, (epochs[0], math.inf)])
+        line = _Line(operations, initial, [*parts, (epochs[0], math.inf)], log)
         left[0] -= 1
         if line.cost:
             poor.append(line)
         else:
-            found = _find_lines(operations, initial, [*lines, line], epochs[1:], left)
+            found = _find_lines(operations, initial, [*lines, line], epochs[1:], left, log)
             if not best or _cost(found) < _cost(best):
                 best = found
         if left[0] <= 0 or (best and not _cost(best)):
             break
     if not best:
         line = min(poor, key=lambda one: one.cost)
-        best = _find_lines(operations, initial, [*lines, line], epochs[1:], left)
+        best = _find_lines(operations, initial, [*lines, line], epochs[1:], left, log)
     return best
 
 
@@ -290,8 +311,9 @@ class _Line:
         operations: Sequence[Operation],
         initial: Mapping[str, str],
         parts: Sequence[tuple[int, float]],
+        log: SharedLog,
     ) -> None:
-        self.parts, self.initial = parts, initial
+        self.parts, self.initial, self._log = parts, initial, log
         self._last = dict(parts)
         self.operations = operations
         self.violations: list[tuple[str, str]] = []
@@ -340,8 +362,8 @@ class _Line:
 
     @cached_property
     def _gaps(self) -> list[int]:
-        """Numbers that no acknowledged write has."""
-        taken = {number for number, _ in self._writes}
+        """Numbers that no acknowledged write has, and no assignment."""
+        taken = {number for number, _ in self._writes} | self._log.assigned
         last = self.answered[-1][0] if self.answered else 0
         return [number for number in range(1, last + 1) if number not in taken]
 
@@ -385,12 +407,16 @@ class _Line:
                 self._add(END, f"{one}, but a write has {self._writes[-1][0]}")
 
     def _check_codes(self) -> None:
-        """All replicas of a bundle give a write the same semantic id."""
-        found: dict[tuple[str, str, str], tuple[tuple[int, ...], Operation]] = {}
-        for _, one in self.answered:
+        """All replicas of a bundle give a write the same semantic id.
+
+        If a rollback in another bundle gives an item an earlier value, it may have another id.
+        """
+        found: dict[tuple[str, str, str, int], tuple[tuple[int, ...], Operation]] = {}
+        for number, one in self.answered:
             assert one.version is not None
+            part = bisect.bisect_right(self._log.rollbacks, number)
             for item, codes in one.codes.items():
-                key = (one.version.bundle, item, one.seen[item])
+                key = (one.version.bundle, item, one.seen[item], part)
                 before = found.setdefault(key, (codes, one))
                 if before[0] != codes:
                     self._add(CODES, f"{item} {before[0]} and {codes}: {before[1]}; {one}")

@@ -209,7 +209,7 @@ class Site:
         return folder
 
     def shelf(self) -> Path:
-        """Returns a new folder of three bundles: `one`, `two`, and `other` with fewer items."""
+        """Returns a new folder of the bundles of `bundle_shelf`."""
         return shelf(self.scratch())
 
     @contextmanager

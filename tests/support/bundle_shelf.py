@@ -21,7 +21,8 @@ def _make(folder: Path) -> None:
     built(files, folder / "one")
     shutil.copytree(folder / "one", folder / "two")
     built(_without(files, folder / ".fewer"), folder / "other", seed=1)
-    for number, name in enumerate(("one", "two", "other")):
+    built(files, folder / "anew", seed=2)
+    for number, name in enumerate(("one", "two", "other", "anew")):
         with_models(folder / name, seed=5 + number)
 
 
@@ -37,10 +38,10 @@ def _without(files: SyntheticFiles, folder: Path) -> SyntheticFiles:
 
 
 def shelf(folder: Path) -> Path:
-    """Returns a folder with three bundles, which a test may change.
+    """Returns a folder with four bundles, which a test may change.
 
-    `one` and `two` have the same catalogue and other weights. `other` has another catalogue, built
-    from the same events without two items.
+    `one` and `two` have the same catalogue and other weights. `anew` has the same items with other
+    semantic ids. `other` has another catalogue, built from the same events without two items.
     """
     target = folder / "bundles"
     shutil.copytree(shared_folder("shelf", _make), target, ignore=shutil.ignore_patterns(".*"))

@@ -87,6 +87,7 @@ def _words(run: Seen) -> str:
         f"{failed} refused), {faults}; "
         f"{len(report.epochs)} epochs, {len(report.lost)} acknowledged changes lost, "
         f"{run.losses:.0f} losses counted by replicas, {run.conflicts:.0f} conflicts, "
+        f"{run.assigned} assignments of another bundle, "
         f"{record.warned} warnings, {record.stale} answers said catalog_stale; "
         + "; ".join([*first, *record.wrong[:2]])[:1500]
     )
