@@ -19,6 +19,7 @@ from recserve.cli.flags import (
     ids,
     json_value,
 )
+from recserve.cli.shared_items import warn_of_shared_items
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,6 +91,7 @@ def recommend(
         fields=ids(fields),
         explain=explain,
     )
+    warn_of_shared_items(store)
     with _service(bundle, store, device) as service:
         answer = service.recommend(body)
         _print(answer, as_json, slate_table(answer, titles(service.item)))
@@ -118,6 +120,7 @@ def rank(
         fields=ids(fields),
         candidates=[{"item_id": item_id} for item_id in ids(item) or []],
     )
+    warn_of_shared_items(store)
     with _service(bundle, store, device) as service:
         answer = service.rank(body)
         _print(answer, as_json, ranking_table(answer, titles(service.item)))

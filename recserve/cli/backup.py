@@ -47,8 +47,8 @@ class StateFolders:
         if folder is None:
             raise ValueError(
                 f"the store is {url.partition(':')[0]}; back it up with its own tools (for Redis: "
-                "BGSAVE, or a copy of its append-only file), and copy the folders of the journal "
-                "and of experiments"
+                "BGSAVE, or a copy of its append-only file, which has item changes too with "
+                "catalog_log=redis), and copy the folders of the journal and of experiments"
             )
         return StateFolders(
             folder,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from recserve.cli.flags import ColumnFlag, DeviceFlag, FieldsFlag, StoreFlag, column_names, ids
+from recserve.cli.shared_items import warn_of_shared_items
 
 if TYPE_CHECKING:
     from recserve.batch.job import PartRunner
@@ -126,6 +127,7 @@ def batch(
             raise ValueError("--column has no effect with JSON lines; it names columns of Parquet")
         check_columns(names, {"input": COLUMNS if llm is None else PROMPT_COLUMNS})
         if bundle is not None:
+            warn_of_shared_items(store)
             recipe = SlateRecipe(
                 bundle=str(bundle.resolve()),
                 defaults=Defaults(
