@@ -275,9 +275,9 @@ class Experiment:
         return self._reason if self.shared is None else self.shared.reason
 
     @property
-    def sums(self) -> Counts:
-        """The counts of all servers that share it; the events in them may be some seconds old."""
-        return self.counts if self.shared is None else self.shared.counts
+    def head(self) -> Counts:
+        """The first counts, up to `Counts.num_head`, of all servers that share it."""
+        return self.counts if self.shared is None else self._new_counts(self.shared.head)
 
     @property
     def name(self) -> str:
@@ -298,8 +298,7 @@ class Experiment:
 
         The p-value is None without units, and so outside mode `split`.
         """
-        with self._lock:
-            counts = tuple(self.sums.other[:, USERS].tolist())
+        counts = tuple(self.head.other[:, USERS].tolist())
         return counts, _sample_ratio_p(counts, self.settings.weights)
 
     def see(self, unit: str, arm: str) -> None:
@@ -614,10 +613,10 @@ class Experiment:
         """
         assert self.shared is not None
         self.shared.exchange(self._lock)
-        guard, now_s = self.settings.guard, self.shared.now_ms / 1e3
+        guard = self.settings.guard
         if guard is None or self.status != "running":
             return
-        found = self._find_breach(self._new_counts(self.shared.window.sums(now_s)), guard)
+        found = self._find_breach(self._new_counts(self.shared.window()), guard)
         if found is not None and self.shared.fall_back(found[0].name, found[1].text):
             log.error("experiment %s fell back: %s", self.name, self.reason)
             with self._lock:
@@ -660,27 +659,27 @@ class Experiment:
     @property
     def fallbacks(self) -> dict[Cause, int]:
         """Number of automatic fall-backs by cause."""
-        return dict(zip(CAUSES, self.sums.fallbacks.tolist(), strict=True))
+        return dict(zip(CAUSES, self.head.fallbacks.tolist(), strict=True))
 
     @property
     def compared(self) -> dict[Comparison, float]:
         """Sums over the comparisons of the arms' items for one request."""
-        found = dict(zip(COMPARISONS, self.sums.compared.tolist(), strict=True))
+        found = dict(zip(COMPARISONS, self.head.compared.tolist(), strict=True))
         return found | {"shared": found["shared"] / SHARED_UNIT}
 
     def _look_at_all(self) -> tuple[list[ArmStatus], tuple[int, ...], float | None]:
         """Returns the state of the arms, the units of each, and the p-value of their ratio."""
         with self._lock:
             if self.shared is None:
-                window, before = self._window.sums(self._clock()), self._before
+                now, before = self._new_counts(self.counts.values.copy()), self._before
+                recent = self._new_counts(self._window.sums(self._clock()))
             else:
-                window = self.shared.window.sums(self.shared.now_ms / 1e3)
-                before = self.shared.before
-            now = self._new_counts(self.sums.values.copy())
-            recent = self._new_counts(window)
+                now, before = map(self._new_counts, (self.shared.sums, self.shared.before))
+                recent = self._new_counts(self.shared.window())
             tallies = [_copy_arm(arm.number, now, before, recent) for arm in self.arms]
             ran_s = self._running_s()
-        counts, sample_ratio_p = self.division()
+        counts = tuple(now.other[:, USERS].tolist())
+        sample_ratio_p = _sample_ratio_p(counts, self.settings.weights)
         arms = [
             self._arm_status(arm, mine, tallies[0], counts, sample_ratio_p, ran_s)
             for arm, mine in zip(self.arms, tallies, strict=True)

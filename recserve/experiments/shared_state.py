@@ -238,9 +238,9 @@ class SharedState:
     One thread exchanges; others may read, switch and count events.
 
     Attributes:
-        counts: Sums of all servers; the part behind `Counts.num_head` is that of the last `read`.
-        before: The sums at the last start.
-        window: The window of the guard.
+        head: The sums of all servers, up to `Counts.num_head`, of the last exchange.
+        sums: All sums, of the last `read`.
+        before: The sums at the last start, likewise.
         stopping: Whether this server has stopped it and the board has not acknowledged that.
         num_servers: Servers that have called of late.
         uncounted: About how many requests no sum has, because a server was killed before it sent
@@ -259,9 +259,10 @@ class SharedState:
             clock: Returns seconds.
         """
         self._board, self._own, self._clock = board, counts, clock
-        num_arms = len(counts.results)
-        self.counts, self.before = (Counts(num_arms, counts.goals) for _ in range(2))
-        self.window = Window(NUM_SLICES * slice_ms(window_s) / 1e3, counts.num_window)
+        # These arrays are replaced and never changed, so readers need no lock.
+        self.head = np.zeros(counts.num_head, np.int64)
+        self.sums = self.before = np.zeros(counts.values.size, np.int64)
+        self._window = Window(NUM_SLICES * slice_ms(window_s) / 1e3, counts.num_window)
         self.num_servers = self.uncounted = 0
         self.notes: dict[str, FirstVerdict] = {}
         self._state: SwitchState | None = None
@@ -308,6 +309,11 @@ class SharedState:
         """The time of the board."""
         return self._clock() * 1e3 + self._offset_ms
 
+    def window(self) -> Ints:
+        """Returns the sums of the window, up to `Counts.num_window`."""
+        with self._lock:
+            return self._window.sums(self.now_ms / 1e3)
+
     def add_member(self, place: int, number: int) -> None:
         """Counts what is different from all that any server has added."""
         self._members.append((place, number))
@@ -337,11 +343,11 @@ class SharedState:
         self._acknowledged += delta["weight"]
         with self._lock:
             self._offset_ms = reply.time_ms - self._clock() * 1e3
-            self.counts.values[: reply.head.size] = reply.head
+            self.head = reply.head
             if reply.version != self._version:
-                self.window.clear()
+                self._window.clear()
             for number, values in reply.slices.items():
-                self.window.put(number, values)
+                self._window.put(number, values)
             self._first_slice = max(reply.slices, default=0) if reply.version == version else 0
             self._follow(reply.version, reply.state, asked_s)
         if not reply.version:
@@ -360,16 +366,14 @@ class SharedState:
         names = [str(number) for number in range(len(self._own.results))]
         written = {name: msgspec.json.encode(each) for name, each in (new or {}).items()}
         found = self._board.read(names, written)
-        notes = {
-            name: msgspec.json.decode(note, type=FirstVerdict)
-            for name, note in found.notes.items()
-            if note
-        }
-        with self._lock:
-            self.counts.values[:] = found.now
-            self.before.values[:] = found.before
-            self.num_servers, self.notes = found.num_writers, notes
-            self.uncounted = found.lost + found.killed
+        notes = {}
+        for name, note in found.notes.items():
+            try:
+                notes |= {name: msgspec.json.decode(note, type=FirstVerdict)} if note else {}
+            except msgspec.DecodeError as error:
+                log.error("a first verdict in Redis is damaged: %s", error)
+        self.sums, self.before, self.notes = found.now, found.before, notes
+        self.num_servers, self.uncounted = found.num_writers, found.lost + found.killed
 
     def count(self, events: Iterable[tuple[bytes, int]]) -> None:
         """Counts events by hash and place. Raises ConnectionError."""
@@ -467,7 +471,7 @@ class SharedState:
             if done:
                 self._follow(version + 1, written, asked_s)
                 self._first_slice = 0
-                self.window.clear()
+                self._window.clear()
                 return True
         asked_s = self._clock()
         reply = self._board.exchange(

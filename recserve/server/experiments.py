@@ -652,7 +652,7 @@ class ExperimentCollector(Collector):
             family = CounterMetricFamily(f"recserve_experiment_{name}", text, labels=["arm"])
             for one in found:
                 for arm in one.arms:
-                    family.add_metric([arm.label], int(one.sums.results[arm.number, column]))
+                    family.add_metric([arm.label], int(one.head.results[arm.number, column]))
             yield family
         forwarded = CounterMetricFamily(
             "recserve_experiment_forwarded",
@@ -661,7 +661,7 @@ class ExperimentCollector(Collector):
         )
         for one in found:
             for arm in (arm for arm in one.arms if arm.remote):
-                counts = one.sums.forwarded[arm.number].tolist()
+                counts = one.head.forwarded[arm.number].tolist()
                 for result, count in zip(FORWARDINGS, counts, strict=True):
                     forwarded.add_metric([arm.label, result], count)
         yield forwarded

@@ -32,7 +32,7 @@ KEYS = ("counts", "changed", "meta", "writers")
 COUNT = np.dtype([("key", "<u8"), ("weight", "<f8")])
 PAGE = 10_000  # items of one reply; those of one version are not divided
 MAX_DOUBLINGS = 512
-REPLY_S = 1.5
+REPLY_S = 0.5
 MAX_WRITERS, FORGET_MS = 1000, 30 * 86_400_000
 KEEP_MS = 90 * 86_400_000
 
