@@ -366,7 +366,7 @@ class SharedState:
         names = [str(number) for number in range(len(self._own.results))]
         written = {name: msgspec.json.encode(each) for name, each in (new or {}).items()}
         found = self._board.read(names, written)
-        notes = {}
+        notes: dict[str, FirstVerdict] = {}
         for name, note in found.notes.items():
             try:
                 notes |= {name: msgspec.json.decode(note, type=FirstVerdict)} if note else {}
