@@ -115,8 +115,6 @@ class Fleet:
         for store in self.stores:
             settings = {"bundle": self.bundle, "store": store, "catalog_log": "redis"}
             settings |= {"catalog_stale_ms": STALE_MS, "signing_key": SIGNING_KEY, **self.settings}
-            settings |= {"bundles_dir": self.bundle.parent, "admin_keys": [ADMIN_KEY]}
-            settings |= {"kv_bytes": KV_BYTES}
             self.replicas.append(ServerProcess(self.site.scratch(), settings, SERVE))
         try:
             for one in self.replicas:
@@ -280,7 +278,9 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
             stack.enter_context(FaultProxy(port, plan.seed + n)) for n in range(NUM_REPLICAS)
         ]
         stores = [f"redis://127.0.0.1:{one.port}/0" for one in proxies]
-        fleet = stack.enter_context(Fleet(site, bundles / "one", stores, settings or {}))
+        swaps = {"bundles_dir": bundles, "admin_keys": [ADMIN_KEY], "kv_bytes": KV_BYTES}
+        settings = {**swaps, **(settings or {})}
+        fleet = stack.enter_context(Fleet(site, bundles / "one", stores, settings))
         record = Record([one.url for one in fleet.replicas])
 
         def replica() -> int:
