@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from recserve.core.constraint import Choices, Grammar, has_token, num_words
 from recserve.schemas.items import InvalidRequest, UnsupportedField
 from recserve.service.text.constraints.compiler import ConstraintCompiler, spell
-from recserve.service.text.constraints.grammar import json_rule
-from recserve.service.text.constraints.json_schema import UnfitSchema
+from recserve.service.text.constraints.json_schema import UnfitSchema, read_schema
 from recserve.service.text.model import TextModel
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.scripted_text import END, VOCABULARY, byte_tokenizer
@@ -65,7 +64,7 @@ def test_a_schema_that_is_not_enforced_is_refused_with_its_path(place, compiler)
         assert len(str(caught.value)) < 500 and "\n" not in str(caught.value)
     for own, path in REFUSED[:1]:
         with pytest.raises(UnfitSchema) as told:
-            json_rule(PLACES[place](own))
+            read_schema(json.dumps(PLACES[place](own)))
         assert told.value.path == f"{place}{path}"
 
 
