@@ -14,7 +14,7 @@ from recserve.service.text.constraints.choices import ChoiceTrie
 from recserve.service.text.constraints.grammar import GrammarCompiler, UnfitGrammar
 from recserve.tokenizer.tokenizer import TextTokenizer
 
-MAX_CACHED = 256
+MAX_CACHED = 64  # a grammar whose texts have met many states takes up to 20 MB
 MAX_CACHED_BYTES = 64 << 20
 
 

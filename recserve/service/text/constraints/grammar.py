@@ -31,7 +31,7 @@ LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 50_000,
-    "max_lexer_states": 20_000,
+    "max_lexer_states": 10_000,
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
@@ -130,7 +130,7 @@ class CompiledGrammar:
 
     def __init__(self, build: Callable[[], LLMatcher], end_tokens: tuple[int, ...]) -> None:
         self._build, self.end_tokens = build, end_tokens
-        self._root = build()
+        self._root, self._number = build(), 0  # of the newest lexer
 
     @property
     def error(self) -> str:
@@ -139,14 +139,25 @@ class CompiledGrammar:
 
     def start(self) -> GrammarMatcher:
         """Returns the matcher of an empty text."""
-        return GrammarMatcher(self, self._root.deep_copy(), [])
+        return GrammarMatcher(self, self._root.deep_copy(), self._number, [])
 
-    def replay(self, tokens: list[int]) -> LLMatcher:
-        """Returns a matcher with a lexer of its own that has read some tokens."""
-        self._root = self._build()
+    def replay(self, tokens: list[int], number: int) -> tuple[LLMatcher, int, bool]:
+        """Returns a matcher with a newer lexer that has read some tokens.
+
+        Args:
+            tokens: The tokens.
+            number: Number of the lexer that has met a limit.
+
+        Returns:
+            The matcher, the number of its lexer, and whether the lexer was built for it. Texts that
+            share a lexer meet its limit together, and then share the next one.
+        """
+        built = number == self._number
+        if built:
+            self._root, self._number = self._build(), number + 1
         copy = self._root.deep_copy()
         copy.consume_tokens(tokens)
-        return copy
+        return copy, self._number, built
 
 
 class GrammarMatcher:
@@ -157,25 +168,35 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, grammar: CompiledGrammar, inner: LLMatcher, tokens: list[int], forked: bool = False
+        self,
+        grammar: CompiledGrammar,
+        inner: LLMatcher,
+        lexer: int,
+        tokens: list[int],
+        forked: bool = False,
     ) -> None:
-        self._grammar, self._inner, self._tokens = grammar, inner, tokens
+        self._grammar, self._inner, self._lexer, self._tokens = grammar, inner, lexer, tokens
         self._forked = forked  # a failed fork costs no more than its nodes of a draft
 
     def fill(self, row: NDArray[np.int32]) -> None:
         """Writes the mask of the tokens that may follow."""
         self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._inner.is_error():
-            self._replay()
+        built = self._forked
+        while self._inner.is_error():
+            if built:
+                self._check()
+            built = self._replay()
             self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self._check()
 
     def advance(self, token: int) -> None:
         """Appends a token of the current mask."""
         self._tokens.append(token)
         self._inner.consume_token(token)
-        if self._inner.is_error():
-            self._replay()
+        built = self._forked
+        while self._inner.is_error():
+            if built:
+                self._check()
+            built = self._replay()
 
     def roll_back(self, count: int) -> None:
         """Removes the last tokens."""
@@ -186,16 +207,17 @@ class GrammarMatcher:
 
     def fork(self) -> GrammarMatcher:
         """Returns a matcher of the same state."""
-        return GrammarMatcher(self._grammar, self._inner.deep_copy(), list(self._tokens), True)
+        inner = self._inner.deep_copy()
+        return GrammarMatcher(self._grammar, inner, self._lexer, list(self._tokens), True)
 
     def is_dead(self) -> bool:
         """Returns whether no text can go on from here, nor end here."""
         return self._inner.is_stopped() and not self._inner.is_accepting()
 
-    def _replay(self) -> None:
-        if not self._forked:
-            self._inner = self._grammar.replay(self._tokens)
-        self._check()
+    def _replay(self) -> bool:
+        """Takes a newer lexer. Returns whether it was built for this text."""
+        self._inner, self._lexer, built = self._grammar.replay(self._tokens, self._lexer)
+        return built
 
     def _check(self) -> None:
         if self._inner.is_error():
