@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -78,13 +79,54 @@ def ranker(
     seed: SeedFlag = 0,
     device: DeviceFlag = "auto",
     resume: ResumeFlag = False,
+    slate_log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a slate log: shown items are negatives. RECSERVE_SIGNING_KEY is the "
+            "key of its users."
+        ),
+    ] = None,
+    negatives: Annotated[
+        int | None, typer.Option(min=0, help="Sampled negatives per event; default: 4.")
+    ] = None,
+    unlooked_weight: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Weight of shown items below the last taken one; default: 1."
+        ),
+    ] = None,
+    popularity_bias: Annotated[
+        bool,
+        typer.Option(
+            "--popularity-bias", help="Explain clicks by popularity too, in training only."
+        ),
+    ] = False,
 ) -> None:
-    """Train the ranker, which scores given items."""
+    """Train the ranker, which scores given items.
+
+    With --slate-log it learns from what was shown, and the rank explains a part of the clicks.
+    """
+    if slate_log is None:
+        for flag, given in (
+            ("--unlooked-weight", unlooked_weight is not None),
+            ("--popularity-bias", popularity_bias),
+        ):
+            if given:
+                raise typer.BadParameter(f"{flag} has no effect without --slate-log")
     from recserve.bundle.bundle import Bundle
-    from recserve.training.ranker.ranker import train_ranker
+    from recserve.training.ranker.ranker import RankerRecipe, train_ranker
 
     options = _options(epochs, max_minutes, seed, device, resume)
-    _print(train_ranker(Bundle.open(bundle), options))
+    recipe = RankerRecipe(popularity_bias=popularity_bias)
+    if negatives is not None:
+        recipe = replace(recipe, negatives=negatives)
+    if unlooked_weight is not None:
+        recipe = replace(recipe, unlooked_weight=unlooked_weight)
+    key = os.environ.get("RECSERVE_SIGNING_KEY")
+    signing_key = None if key is None else key.encode()
+    opened = Bundle.open(bundle)
+    report = train_ranker(opened, options, recipe, slate_log=slate_log, signing_key=signing_key)
+    _print(report)
 
 
 @app.command()

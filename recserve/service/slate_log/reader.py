@@ -57,7 +57,9 @@ def _outcomes(folder: Path | str, types: Collection[str] | None) -> pa.Table:
     """Returns one row per slate and item with an outcome."""
     rows = read_log(folder, "outcomes")
     if types is not None:
-        rows = rows.filter(pc.is_in(rows.column("type"), value_set=pa.array(list(types))))
+        rows = rows.filter(
+            pc.is_in(rows.column("type"), value_set=pa.array(list(types), pa.string()))
+        )
     rows = _of_one_user(rows)
     # Nothing tells events without an id apart, so a client could send one any number of times.
     events = pc.coalesce(rows.column("event"), rows.column("type"))

@@ -20,8 +20,10 @@ from recserve.features.ranking.ranking_tables import RankingTables
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
 from recserve.models.ranker import Ranker, RankerConfig, save_ranker
+from recserve.service.attribution import Signer
 from recserve.training.loop import StepLoss, fit
 from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.ranker.impressions import BiasedRanker, Impressions, SlateSource
 from recserve.training.ranker.ranking_data import (
     BatchPlan,
     HeldOut,
@@ -60,6 +62,9 @@ class RankerRecipe:
         batch_roots: Prefixes per step.
         validation_users: Maximum number of validation users, drawn once.
         validation_popular_share: Share of validation negatives that is drawn by popularity.
+        slates: Maximum number of slates of a prefix's time, if a slate log is given.
+        unlooked_weight: Weight of shown items below the last one that was taken.
+        popularity_bias: Whether training takes the popularity of shown items as a bias, too.
         ignored: Names of dense columns that are not used.
         schedule: Learning rate, averaging and stopping.
     """
@@ -78,8 +83,18 @@ class RankerRecipe:
     batch_roots: int = 64
     validation_users: int = 2000
     validation_popular_share: float = 0.5
+    slates: int = 8
+    unlooked_weight: float = 1.0
+    popularity_bias: bool = False
     ignored: tuple[str, ...] = ()
     schedule: Schedule = Schedule(epochs=4, learning_rate=2e-3, weight_decay=0.1, averaging=0.98)
+
+    def __post_init__(self) -> None:
+        for name, value in (("negatives", self.negatives), ("slates", self.slates)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more")
+        if not 0 <= self.unlooked_weight <= 1:
+            raise ValueError(f"unlooked_weight is {self.unlooked_weight}; expected 0 to 1")
 
 
 class RankerTrainee:
@@ -94,9 +109,14 @@ class RankerTrainee:
         log: EventLog,
         users: np.ndarray,
         popular_share: float,
+        popularity_bias: bool = False,
     ) -> None:
-        self.model: nn.Module = model
+        self.biased = None
+        if data.impressions is not None:
+            self.biased = BiasedRanker(model, popularity_bias).to(model.item_vectors.device)
+        self.model: nn.Module = model if self.biased is None else self.biased
         self.ranker, self.data = model, data
+        self._log_count = dense_names(data.tables.settings).index("log_count")
         self.log, self.users, self.popular_share = log, users, popular_share
 
     def plan(self, epoch: int) -> Sequence[BatchPlan]:
@@ -112,6 +132,13 @@ class RankerTrainee:
         hidden = ranker(ranker.embed(made.inputs), made.inputs.groups, attend)
         logits = ranker.heads(hidden.flatten(0, 1)[made.candidates]).float()
         labels = made.labels[:, : logits.shape[1]]
+        if self.biased is not None and made.ranks is not None:
+            assert made.inputs.dense is not None
+            counts = made.inputs.dense.flatten(0, 1)[made.candidates][:, self._log_count]
+            mean, scale = (
+                ranker.get_buffer(name)[self._log_count] for name in ("dense_mean", "dense_scale")
+            )
+            logits = logits + self.biased.bias(made.ranks, (counts - mean) * scale)
         losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         if made.weights is not None:
             losses = losses * made.weights[:, None]
@@ -136,6 +163,8 @@ def train_ranker(
     options: TrainOptions,
     recipe: RankerRecipe | None = None,
     console: Console | None = None,
+    slate_log: Path | None = None,
+    signing_key: bytes | None = None,
 ) -> TrainReport:
     """Trains a ranker on the bundle's events and records the best one in the bundle.
 
@@ -146,12 +175,15 @@ def train_ranker(
         options: Options of the run.
         recipe: Sizes and settings; None means the defaults.
         console: Where progress is printed; None means standard error.
+        slate_log: Folder of a slate log, whose shown items are candidates too.
+        signing_key: Key of the hashes by which the slate log names users; None if it has ids.
 
     Returns:
         The report of the run.
 
     Raises:
-        ValueError: If no user has three events, or if the checkpoint to resume has another recipe.
+        ValueError: If no user has three events, if the checkpoint to resume has another recipe, or
+            if the slate log has no slate of the bundle's users.
     """
     options = options.start()
     recipe = recipe or RankerRecipe()
@@ -165,7 +197,12 @@ def train_ranker(
         built.get("collaborative_weight", 1.0),
         built.get("seed", 0),
     )
-    source = RankerSource(log, catalog.items, catalog.vectors, fold_vectors)
+    slates = None
+    if slate_log is not None:
+        signer = None if signing_key is None else Signer(signing_key)
+        kinds = bundle.manifest.event_kinds
+        slates = SlateSource(slate_log, kinds, signer, recipe.unlooked_weight)
+    source = RankerSource(log, catalog.items, catalog.vectors, fold_vectors, slates)
     report = fit_ranker(source, directory, options, recipe, console)
     tables = RankingTables.load(directory, catalog.items, catalog.vectors)
     bundle.commit(
@@ -194,12 +231,14 @@ class RankerSource:
         vectors: [I, F] item vectors.
         fold_vectors: Vectors per fold of users (see `cross_fitted_vectors`). They are needed where
             `vectors` are fitted on the training events; empty otherwise.
+        slates: What users were shown; None without a slate log.
     """
 
     log: EventLog
     items: ItemTable
     vectors: np.ndarray
     fold_vectors: Sequence[np.ndarray] = ()
+    slates: SlateSource | None = None
 
 
 def fit_ranker(
@@ -232,6 +271,11 @@ def fit_ranker(
     tables = RankingTables.fit(
         split.train, items, vectors, recipe.long_items, recipe.recent_items, recipe.block
     )
+    console = console or Console(stderr=True)
+    impressions = None
+    if source.slates is not None:
+        impressions = Impressions.read(source.slates, log, items, tables.settings)
+        console.print(str(impressions))
     data = RankingData(
         split.train,
         tables,
@@ -240,13 +284,16 @@ def fit_ranker(
         recipe.positives,
         recipe.batch_roots,
         source.fold_vectors,
+        impressions,
+        recipe.slates,
     )
     noise = np.random.default_rng(options.seed)
     chosen = np.sort(noise.permutation(users)[: recipe.validation_users])
     model = make_ranker(tables, vectors, recipe, options.seed).to(options.torch_device())
     fit_dense_columns(model, data, recipe.ignored)
-    trainee = RankerTrainee(model, data, log, chosen, recipe.validation_popular_share)
-    console = console or Console(stderr=True)
+    trainee = RankerTrainee(
+        model, data, log, chosen, recipe.validation_popular_share, recipe.popularity_bias
+    )
     console.print(f"conversion: {conversion_words(tables.settings)}")
     report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
     save_ranker(model, directory)

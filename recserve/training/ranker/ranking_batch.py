@@ -23,6 +23,7 @@ class RankingBatch:
         candidates: [M] positions of the candidates in the flattened [B * N], prefix after prefix.
         labels: [M, 2] click and conversion.
         weights: [M] weight of each candidate; None: 1 each.
+        ranks: [M] rank at which a candidate was shown, 0 if it was not; None without impressions.
     """
 
     inputs: NodeInputs
@@ -30,6 +31,7 @@ class RankingBatch:
     candidates: Tensor
     labels: Tensor
     weights: Tensor | None = None
+    ranks: Tensor | None = None
 
     def mask(self) -> Tensor:
         """Returns the [B, 1, N, N] bool mask; True where the row sees the column."""
@@ -46,6 +48,7 @@ class RankingBatch:
             self.candidates.to(device),
             self.labels.to(device),
             None if self.weights is None else self.weights.to(device),
+            None if self.ranks is None else self.ranks.to(device),
         )
 
 

@@ -27,6 +27,7 @@ from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
 from recserve.features.tables.events import EventLog
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vectors import collaborative_vectors, join_vectors
+from recserve.training.ranker.impressions import Impressions
 from recserve.training.ranker.ranking_batch import RankingBatch, pack
 
 NUM_FOLDS = 4  # folds of users; the item vectors of a fold are fitted without its events
@@ -67,7 +68,7 @@ class BatchPlan:
 
 
 class RankingData:
-    """Training windows of an event log, with sampled negatives.
+    """Training windows of an event log, with sampled negatives, and the slates of their time.
 
     Draws are keyed by (seed, epoch, batch), so a resumed run reads the same data. `fold_vectors`
     holds the item vectors of each fold of users (see `cross_fitted_vectors`). If it is empty, all
@@ -83,10 +84,15 @@ class RankingData:
         positives: int = 16,
         batch_roots: int = 64,
         fold_vectors: Sequence[np.ndarray] = (),
+        impressions: Impressions | None = None,
+        slates: int = 8,
     ) -> None:
         self.train, self.tables, self.seed = train, tables, seed
         self.weights = train.relative_weights()
         self.negatives, self.positives, self.batch_roots = negatives, positives, batch_roots
+        self.impressions, self.slates = impressions, slates
+        if impressions is not None:
+            self._from_slates = impressions.explained(train)
         self.sampler = NegativeSampler(train, tables)
         self.folds = [replace(tables, vectors=unit_rows(v)) for v in fold_vectors] or [tables]
 
@@ -133,7 +139,11 @@ class RankingData:
             events = EventColumns.of(self.train, window.user).slice(0, window.stop)
             prefixes.append(window_columns(self.tables, events, window.start, window.split))
             size = window.stop - window.split
-            chosen = draw.permutation(size)[: self.positives]
+            chosen = draw.permutation(size)
+            if self.impressions is not None:  # what a slate led to is a candidate of that slate
+                first = int(self.train.offsets[window.user]) + window.split
+                chosen = chosen[~self._from_slates[first + chosen]]
+            chosen = chosen[: self.positives]
             places.append(np.sort(chosen) + window.split)
             own.append(np.full(chosen.size, window.user))
         per_prefix = np.array([p.size for p in places])
@@ -142,31 +152,118 @@ class RankingData:
         negative = self.sampler.draw(np.concatenate(own), self.negatives, draw)
         rows = np.concatenate([positive[:, None], negative], axis=1)
         times = self.train.times[where]
-        limits, contexts, last = _contexts(prefixes, per_prefix, times)
-
-        width = 1 + self.negatives
         own_values = np.full(rows.shape, np.nan, dtype=np.float32)
         own_values[:, 0] = self.train.values[where]
-        owners = np.repeat(np.arange(rows.shape[0]), width)
-        tables = self.folds[plan.fold]
-        user = UserSide.of(tables, contexts)
-        cross = cross_features(tables, user, owners, rows.ravel(), own_values.ravel())
         settings = self.tables.settings
-        # Half of the contexts train without a moment, because a request need not give one.
-        moments = moment_features(settings, times, last, limits > 1)
-        moments[draw.random(limits.size) < 0.5] = 0
-        every_limit = np.repeat(limits, width)
-        columns = candidate_rows(
-            self.tables, rows.ravel(), every_limit, cross, np.repeat(moments, width, axis=0)
-        )
         labels = np.zeros((*rows.shape, 2), dtype=np.float32)
         labels[:, 0, 0] = 1
         labels[:, 0, 1] = settings.is_conversion(self.train.types[where], self.train.values[where])
-        made = pack(prefixes, columns, every_limit, per_prefix * width, labels.reshape(-1, 2))
-        if self.weights is None:
-            return made
-        # The items that were sampled for an event weigh as much as the event.
-        return replace(made, weights=torch.from_numpy(np.repeat(self.weights[where], width)))
+        made = _Exposures(
+            np.repeat(np.arange(len(prefixes)), per_prefix),
+            times,
+            np.repeat(np.arange(rows.shape[0]), rows.shape[1]),
+            rows.ravel(),
+            own_values.ravel(),
+            labels.reshape(-1, 2),
+            # The items that were sampled for an event weigh as much as the event.
+            None if self.weights is None else np.repeat(self.weights[where], rows.shape[1]),
+        )
+        if self.impressions is not None:
+            made = self._with_slates(made, plan.windows, draw)
+        per_prefix = np.bincount(made.prefixes, minlength=len(prefixes))
+        limits, contexts, last = _contexts(prefixes, per_prefix, made.times)
+        owners = made.owners
+        tables = self.folds[plan.fold]
+        user = UserSide.of(tables, contexts)
+        cross = cross_features(tables, user, owners, made.rows, made.own_values)
+        # Half of the contexts train without a moment, because a request need not give one.
+        moments = moment_features(settings, made.times, last, limits > 1)
+        moments[draw.random(limits.size) < 0.5] = 0
+        every_limit = limits[owners]
+        columns = candidate_rows(self.tables, made.rows, every_limit, cross, moments[owners])
+        sizes = np.bincount(made.prefixes[owners], minlength=len(prefixes))
+        batch = pack(prefixes, columns, every_limit, sizes, made.labels)
+        if made.weights is None:
+            return batch
+        ranks = None if made.ranks is None else torch.from_numpy(made.ranks)
+        return replace(batch, weights=torch.from_numpy(made.weights), ranks=ranks)
+
+    def _with_slates(
+        self, made: _Exposures, windows: list[PrefixWindow], draw: np.random.Generator
+    ) -> _Exposures:
+        """Adds slates that the users of windows were shown in the time of the recent events."""
+        shown = self.impressions
+        assert shown is not None
+        prefixes, slates, own_values = [], [], []
+        for place, window in enumerate(windows):
+            events = EventColumns.of(self.train, window.user)
+            first = int(events.times[window.split - 1]) if window.split else 0
+            whole = window.stop == len(events)
+            last = np.iinfo(np.int64).max if whole else int(events.times[window.stop - 1])
+            found = shown.between(window.user, first, last)
+            for slate in np.sort(draw.permutation(found)[: self.slates]).tolist():
+                rows = shown.rows[shown.starts[slate] : shown.starts[slate + 1]]
+                # An event of the user that follows is counted with the item, but is not known yet.
+                later = int(np.searchsorted(events.times, shown.times[slate], side="left"))
+                values = np.full(rows.size, np.nan, np.float32)
+                for index in range(len(events) - 1, later - 1, -1):
+                    values[rows == events.rows[index]] = events.values[index]
+                prefixes.append(place)
+                slates.append(slate)
+                own_values.append(values)
+        chosen = np.array(slates, np.int64)
+        lengths = np.diff(shown.starts)[chosen]
+        flat = np.concatenate(
+            [np.zeros(0, np.int64)]
+            + [np.arange(shown.starts[slate], shown.starts[slate + 1]) for slate in slates]
+        )
+        num_events = len(made.times)
+        of_prefix = np.concatenate([made.prefixes, np.array(prefixes, np.int64)])
+        owners = np.concatenate(
+            [made.owners, num_events + np.repeat(np.arange(chosen.size), lengths)]
+        )
+        order = np.argsort(of_prefix, kind="stable")
+        place_of = np.empty_like(order)
+        place_of[order] = np.arange(order.size)
+        by_place = np.argsort(place_of[owners], kind="stable")
+        num_sampled = made.rows.size
+        none = np.zeros(num_sampled, np.int64)
+        weights = np.ones(num_sampled, np.float32) if made.weights is None else made.weights
+        return _Exposures(
+            of_prefix[order],
+            np.concatenate([made.times, shown.times[chosen]])[order],
+            place_of[owners][by_place],
+            np.concatenate([made.rows, shown.rows[flat]])[by_place],
+            np.concatenate([made.own_values, *own_values])[by_place],
+            np.concatenate([made.labels, shown.labels[flat]])[by_place],
+            np.concatenate([weights, shown.weights[flat]])[by_place],
+            np.concatenate([none, shown.ranks[flat]])[by_place],
+        )
+
+
+@dataclass(frozen=True)
+class _Exposures:
+    """E moments at which users see candidates, prefix after prefix, with M candidates in all.
+
+    Attributes:
+        prefixes: [E] number of the prefix.
+        times: [E] times.
+        owners: [M] exposure of each candidate, ascending.
+        rows: [M] item rows.
+        own_values: [M] value of the user's own event of the candidate, NaN without one.
+        labels: [M, 2] click and conversion.
+        weights: [M] weight of each candidate; None: 1 each.
+        ranks: [M] rank at which the candidate was shown, 0 if it was not; None without slates.
+    """
+
+    prefixes: np.ndarray
+    times: np.ndarray
+    owners: np.ndarray
+    rows: np.ndarray
+    own_values: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray | None = None
+    ranks: np.ndarray | None = None
 
 
 class NegativeSampler:
