@@ -6,7 +6,6 @@ import os
 
 import typer
 
-from recserve.features.history.stores import split_ttl
 from recserve.features.redis_urls import SCHEMES
 
 DEFAULT_NAME = "items"
@@ -23,6 +22,7 @@ def warn_of_shared_items(store: str | None) -> None:
     """
     if store is None or store.partition("://")[0] not in SCHEMES:
         return
+    from recserve.features.history.stores import split_ttl
     from recserve.features.redis_connection import FAILURES, call_many, connect
 
     name = os.environ.get("RECSERVE_CATALOG_NAME", DEFAULT_NAME)
