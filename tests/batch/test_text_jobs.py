@@ -19,9 +19,11 @@ from recserve.features.tables.parquet import SchemaError
 from recserve.schemas.text import CompletionRequest
 from recserve.service import Service
 from recserve.service.text.loader import TextSettings, load_text
+from tests.support.chat_templates import TEMPLATES
 from tests.support.in_process import InProcess
 from tests.support.paths import reference
 from tests.support.recipe_here import here
+from tests.support.tiny_llm import tiny_llm
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -262,3 +264,27 @@ def test_a_repeated_custom_id_is_refused(tmp_path, as_lines, seed):
         assert expected is not None and str(error).startswith(expected)
     else:
         assert expected is None
+
+
+def test_lines_may_call_tools(tmp_path):
+    """The ids of calls are functions of the line, too."""
+    pytest.importorskip("llguidance")
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATES["hermes"])
+    tool = {"type": "function", "function": {"name": "now"}}
+    body = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "max_tokens": 99}
+    body |= {"tool_choice": {"type": "function", "function": {"name": "now"}}}
+    lines = [line(n, "/v1/chat/completions", **body) for n in (0, 1)]
+    lines.append(line(2, "/v1/chat/completions", **{**body, "tools": []}))
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    settings = TextSettings(tiny_llm(tmp_path / "toy"), chat_template=template)
+    with Service.of_text(load_text(settings, torch.device("cpu"))) as service:
+        for name in ("one", "two"):
+            compute(service, source, tmp_path / name)
+    assert outputs(tmp_path / "one") == outputs(tmp_path / "two")
+    first, second = [one["response"]["body"]["choices"][0] for one in outputs(tmp_path / "one")]
+    calls = [choice["message"]["tool_calls"][0] for choice in (first, second)]
+    assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}] * 2
+    assert first["finish_reason"] == "tool_calls" and calls[0]["id"] != calls[1]["id"]
+    (refused,) = outputs(tmp_path / "one" / "_errors")
+    assert "tool_choice: needs tools" in json.dumps(refused)

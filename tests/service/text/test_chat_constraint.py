@@ -257,6 +257,13 @@ def test_what_a_template_cannot_do_is_refused(tmp_path):
         llama = model_of(tmp_path, TEMPLATES["llama"], False)
         planned(llama, tools=TOOLS, response_format={"type": "json_object"})
     coder = model_of(tmp_path, TEMPLATES["qwen_coder"], False)
+    itself = {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}
+    with pytest.raises(InvalidRequest, match="a reference to") as caught:
+        planned(coder, tools=[a_tool(itself)])
+    assert caught.value.param == "tools[0].function.parameters.properties.a.items.$ref"
+    cycle = {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}
+    schema = {"$defs": {"a": cycle}, "properties": {"a": {"$ref": "#/$defs/a"}}}
+    assert planned(coder, tools=[a_tool(schema)]).constraint is not None
     patterned = {"properties": {"a": {"type": "string", "pattern": "x"}}}
     with pytest.raises(InvalidRequest, match="writes texts as they are") as caught:
         planned(coder, tools=[a_tool(patterned)])

@@ -27,15 +27,16 @@ OF_TOOL = NOTES | {
     *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
     *("$schema", "$id"),
 }
+MAX_REFERENCES = 8  # from a parameter to the schema that says its type; more are written as JSON
 TEXT, MAYBE_TEXT, JSON = "text", "text or null", "json"
 
 
-def kind_of(schema: Any, root: Mapping[str, Any]) -> str:
+def kind_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
     """Returns how a value is written: as it is (TEXT), also `null` (MAYBE_TEXT), or as JSON."""
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
         return JSON
     if "$ref" in schema:
-        return kind_of(_resolve(schema["$ref"], root), root)
+        return kind_of(_resolve(schema["$ref"], root), root, depth + 1)
     if "const" in schema:
         return TEXT if isinstance(schema["const"], str) else JSON
     if "enum" in schema:
@@ -43,7 +44,8 @@ def kind_of(schema: Any, root: Mapping[str, Any]) -> str:
         return TEXT if values and all(isinstance(one, str) for one in values) else JSON
     for name in ("anyOf", "oneOf"):
         if name in schema:
-            kinds = [kind_of(one, root) for one in schema[name] if one != {"type": "null"}]
+            others = [one for one in schema[name] if one != {"type": "null"}]
+            kinds = [kind_of(one, root, depth + 1) for one in others]
             if kinds and set(kinds) == {TEXT}:
                 return TEXT if len(kinds) == len(schema[name]) else MAYBE_TEXT
             return JSON
@@ -252,7 +254,10 @@ def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> list[st
     kind = kind_of(schema, root)
     if kind == JSON:
         whole = dict(schema) if isinstance(schema, Mapping) else {}
+        if schema is False:
+            raise UnfitTool(0, "", "no value fulfils it")
         whole |= {key: root[key] for key in ("$defs", "definitions") if key in root}
+        _check_references(whole)
         return [f"{name}: {name}_json {end}", f"{name}_json: {json_schema_rule(whole)}"]
     if "$ref" in schema:
         return _value(name, _resolve(schema["$ref"], root), root, end)
@@ -267,6 +272,23 @@ def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> list[st
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     count = f"{{{least},{most}}}" if least or most != "" else "*"
     return [f"{name}[lazy]: /(.|\\n){count}\\n<\\/parameter>\\n/"]
+
+
+def _check_references(schema: Any, path: str = "") -> None:
+    """Raises UnfitTool for a reference to anything but a definition: it stands in another schema.
+
+    The schema has been compiled before, so it is not nested deeply.
+    """
+    if isinstance(schema, list):
+        for place, one in enumerate(schema):
+            _check_references(one, f"{path}[{place}]")
+    elif isinstance(schema, Mapping):
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+            reason = f"expected a reference to $defs for this model, got {reference[:60]!r}"
+            raise UnfitTool(0, f"{path}.$ref", reason)
+        for key, one in schema.items():
+            _check_references(one, f"{path}.{key}")
 
 
 def _either(name: str, schemas: Any, root: Mapping[str, Any], end: str) -> list[str]:
