@@ -160,6 +160,40 @@ class TextTokenizer:
         encodings = self.literal.encode_batch_fast(list(texts), add_special_tokens=False)
         return [one.ids for one in encodings]
 
+    def encode_inside(self, text: bytes) -> list[int] | None:
+        """Returns tokens that write a text inside another one; None if none do.
+
+        They are those of `encode_literal`, unless the tokeniser puts a space before the text.
+        """
+        try:
+            tokens = self.encode_literal(text.decode())
+        except UnicodeDecodeError:
+            return self.spell(text)
+        if b"".join([self.all_bytes[token] for token in tokens]) == text:
+            return tokens
+        return self.spell(text)
+
+    def spell(self, text: bytes) -> list[int] | None:
+        """Returns the longest tokens that write a text, one after another; None if none do."""
+        tokens, place, found = self._by_bytes, 0, list[int]()
+        longest = max(map(len, tokens), default=0)
+        while place < len(text):
+            for size in range(min(longest, len(text) - place), 0, -1):
+                token = tokens.get(text[place : place + size])
+                if token is not None:
+                    found.append(token)
+                    place += size
+                    break
+            else:
+                return None
+        return found
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        """Tokens by what they write inside a text, without special ones."""
+        texts = self.spelling.texts
+        return {text: token for token, text in reversed(list(enumerate(texts))) if text}
+
     def starts(self, text: str, tokens: Sequence[int]) -> list[int]:
         """Returns the place in a text at which each of its tokens starts, in characters.
 

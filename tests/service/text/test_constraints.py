@@ -1,6 +1,7 @@
 """Constraints of requests: what is refused, with which path, and the tokens of choices."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from recserve.core.constraint import Choices, Grammar, has_token, num_words
 from recserve.schemas.items import InvalidRequest, UnsupportedField
-from recserve.service.text.constraints.compiler import ConstraintCompiler, spell
+from recserve.service.text.constraints.compiler import ConstraintCompiler
 from recserve.service.text.constraints.json_schema import UnfitSchema, read_schema
 from recserve.service.text.model import TextModel
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.scripted_text import END, VOCABULARY, byte_tokenizer
+from tests.support.tokenizer_folders import FAMILIES
 
 OPEN = {"type": "object", "minProperties": 2}
 # What a schema has at some place, and the end of the path that the refusal names.
@@ -157,7 +159,31 @@ def test_choices_are_spelled_without_the_space_of_a_tokenizer(tmp_path):
     assert has_token(row, 1) and int(row[0]) == 2
     with pytest.raises(InvalidRequest, match=r"choice\[1\]: no tokens write"):
         compiler.compile("choice", Choices(("ab", "c")))
-    assert spell(b"", {}) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grammars_of_every_family_of_tokenisers(family, tmp_path):
+    """A text of the masks is a text of the grammar, as the bytes of its tokens spell it."""
+    for seed in range(3):
+        random = np.random.default_rng(seed)
+        made = FAMILIES[family](random)
+        made.add_special_tokens(["</s>"])
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = TextTokenizer.open(tmp_path)
+        size, end = len(tokenizer.all_bytes), tokenizer.tokenizer.token_to_id("</s>")
+        compiler = ConstraintCompiler(tokenizer, size, (end,))
+        constraint = compiler.compile("regex", Grammar("regex", "(ab){2} ?(a|on|b){1,3}"))
+        for _ in range(5):
+            matcher, row, text = constraint.start(), np.zeros(num_words(size), np.int32), b""
+            while True:
+                matcher.fill(row)
+                left = [token for token in range(size) if has_token(row, token)]
+                token = int(random.choice(left))
+                if token == end:
+                    break
+                matcher.advance(token)
+                text += tokenizer.all_bytes[token]
+            assert re.fullmatch("(ab){2} ?(a|on|b){1,3}", text.decode()), text
 
 
 def test_without_end_tokens_or_the_library_a_constraint_is_refused(compiler):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 
 from recserve.core.constraint import Choices, Constraint, Grammar
 from recserve.schemas.items import InvalidRequest, UnsupportedField
@@ -110,29 +109,8 @@ class ConstraintCompiler:
             wanted = text.encode("utf-8", "surrogatepass")
             if b"".join([tokenizer.all_bytes[token] for token in tokens]) != wanted:
                 # Many tokenisers put a space before a text, which a choice does not have.
-                spelled = spell(wanted, self._by_bytes)
+                spelled = tokenizer.spell(wanted)
                 if spelled is None:
                     raise UnfitGrammar(f"[{number}]", f"no tokens write {text[:80]!r}")
                 rows[number] = spelled
         return ChoiceTrie(rows, self.vocab_size, self.end_tokens)
-
-    @cached_property
-    def _by_bytes(self) -> dict[bytes, int]:
-        """Tokens by what they write inside a text, without special ones."""
-        texts = self.tokenizer.spelling.texts
-        return {text: token for token, text in reversed(list(enumerate(texts))) if text}
-
-
-def spell(text: bytes, tokens: Mapping[bytes, int]) -> list[int] | None:
-    """Returns the longest tokens that write a text, one after another; None if none do."""
-    longest, place, found = max(map(len, tokens), default=0), 0, list[int]()
-    while place < len(text):
-        for size in range(min(longest, len(text) - place), 0, -1):
-            token = tokens.get(text[place : place + size])
-            if token is not None:
-                break
-        else:
-            return None
-        found.append(token)
-        place += size
-    return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from recserve.core.constraint import ConstraintError, Grammar, num_words
@@ -62,15 +62,9 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, end_tokens: tuple[int, ...]
     ) -> None:
-        """Reads the tokeniser, which takes up to a second.
-
-        Raises:
-            ValueError: If llguidance cannot read the tokeniser.
-        """
+        """Reads the tokeniser, which takes up to a second."""
         self.vocab_size, self.end_tokens = vocab_size, end_tokens
-        self._tokenizer = LLTokenizer(
-            tokenizer.tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(end_tokens)
-        )
+        self._tokenizer = read_tokenizer(tokenizer, vocab_size, end_tokens)
         self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
 
     def compile(self, wanted: Grammar) -> CompiledGrammar:
@@ -115,6 +109,51 @@ class GrammarCompiler:
         if time.thread_time() - began_s > MAX_COMPILE_S:
             raise UnfitGrammar("", f"takes more than {MAX_COMPILE_S} s to compile; make it smaller")
         return compiled
+
+
+def read_tokenizer(
+    tokenizer: TextTokenizer, vocab_size: int, end_tokens: tuple[int, ...]
+) -> LLTokenizer:
+    """Returns a tokeniser for llguidance, in which each token has the bytes that it writes.
+
+    llguidance reads byte-level tokenisers itself. It knows no WordPiece, no Unigram and not all
+    forms of SentencePiece. Those get the table of this package.
+    """
+    texts, ends = tokenizer.spelling.texts, list(end_tokens)
+    try:
+        made = LLTokenizer(tokenizer.tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)
+    except ValueError:
+        made = None
+    written = b"".join([tokenizer.all_bytes[token] for token in tokenizer.encode_literal("a b")])
+    if made is not None and written == b"a b":  # some tokenisers put a space before a text
+        # Bytes 0xFF are in no text. Special tokens write nothing.
+        same = all(
+            not text or text == b"\xff" or made.decode_bytes([token]) == text
+            for token, text in enumerate(texts)
+        )
+        if same:
+            return made
+    return LLTokenizer(
+        TokenizerWrapper(_TokenTable(tokenizer, vocab_size, ends[0])),
+        n_vocab=vocab_size,
+        eos_token=ends,
+    )
+
+
+class _TokenTable:
+    """A tokeniser as llguidance takes it from Python."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, end_token: int) -> None:
+        texts, names = tokenizer.spelling.texts, tokenizer.all_bytes
+        self.tokens = [names[n] if n < len(names) else b"" for n in range(vocab_size)]
+        own = range(vocab_size)
+        self.special_token_ids = [n for n in own if n >= len(texts) or not texts[n]]
+        self.eos_token_id, self.bos_token_id = end_token, None
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns the tokens that write a text."""
+        return self._tokenizer.encode_inside(text) or []
 
 
 class CompiledGrammar:
