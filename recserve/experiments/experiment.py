@@ -22,7 +22,7 @@ import numpy as np
 from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.conversions import NUM_BUCKETS, RateSums
 from recserve.experiments.latencies import NUM_LATENCIES, Ints, Percentile, percentile
-from recserve.experiments.saved_counts import SavedArm, SavedExperiment, from_bytes, to_bytes
+from recserve.experiments.saved_counts import SavedArm, SavedExperiment
 from recserve.experiments.settings import (
     ArmFields,
     ArmSettings,
@@ -44,7 +44,9 @@ from recserve.experiments.tallies import (
     Requests,
     SeenEvents,
     Window,
+    from_bytes,
     hash_number,
+    to_bytes,
     user_group,
 )
 from recserve.experiments.verdict import (

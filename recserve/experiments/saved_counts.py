@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from recserve.files import whole_file
 from recserve.schemas.experiments import FirstVerdict, Status
@@ -183,15 +181,3 @@ class SavedCounts:
         with whole_file(path) as new:
             new.write_bytes(msgspec.msgpack.encode(saved))
         self._written[path.name] = saved
-
-
-def to_bytes(sums: NDArray[np.int64]) -> bytes:
-    """Returns numbers as int64 little-endian."""
-    return sums.astype("<i8").tobytes()
-
-
-def from_bytes(content: bytes, size: int) -> NDArray[np.int64]:
-    """Returns what `to_bytes` wrote. Raises ValueError if there are not so many numbers."""
-    if len(content) != 8 * size:
-        raise ValueError(f"expected {size} numbers of 8 bytes, got {len(content)} bytes")
-    return np.frombuffer(content, "<i8").astype(np.int64)

@@ -247,3 +247,15 @@ def hash_number(text: str, num_bytes: int) -> int:
     """Returns a hash that is the same in all processes."""
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=num_bytes)
     return int.from_bytes(digest.digest(), "little")
+
+
+def to_bytes(sums: Ints) -> bytes:
+    """Returns numbers as int64 little-endian."""
+    return sums.astype("<i8").tobytes()
+
+
+def from_bytes(content: bytes, size: int) -> Ints:
+    """Returns what `to_bytes` wrote. Raises ValueError if there are not so many numbers."""
+    if len(content) != 8 * size:
+        raise ValueError(f"expected {size} numbers of 8 bytes, got {len(content)} bytes")
+    return np.frombuffer(content, "<i8").astype(np.int64)
