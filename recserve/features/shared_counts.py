@@ -42,6 +42,8 @@ KEYS = ("sums", "before", "window", "seen", "members", "meta", "writers")
 MAX_SEEN = MAX_MEMBERS = 100_000
 MAX_STATE_BYTES = 4096
 KEEP_MS = 90 * 86_400_000  # after the last server has called
+RENEW_MS = 3_600_000  # an exchange without news writes nothing but this often
+CALL_MS = 3000  # and that the writer is there
 SILENT_MS = 15_000  # of a writer that counts as ended
 MAX_WRITERS, FORGET_MS = 1000, 30 * 86_400_000
 WAIT_REPLICAS_MS = 500
@@ -92,6 +94,7 @@ if not known and redis.call('HLEN', WRITERS) >= """
   end
 end
 local mine, sequence = writer(known), tonumber(ARGV[6])
+local told = mine.sequence
 if sequence > mine.sequence then
   local from = begin(slice)
   for at = 1, #ARGV[13], 12 do
@@ -113,14 +116,22 @@ if sequence > mine.sequence then
   mine.sequence, mine.total = sequence, tonumber(ARGV[8]) + tonumber(ARGV[7])
   mine.largest = math.max(mine.largest, tonumber(ARGV[7]))
 end
-redis.call('HSET', WRITERS, ARGV[5], string.format(
-  '%.0f %.0f %.0f %.0f %s', mine.sequence, now, mine.largest, mine.total, ARGV[9]))
+if not known or sequence > told or ARGV[9] ~= mine.closed or now - mine.at > """
+    + f"{CALL_MS}"
+    + """ then
+  redis.call('HSET', WRITERS, ARGV[5], string.format(
+    '%.0f %.0f %.0f %.0f %s', mine.sequence, now, mine.largest, mine.total, ARGV[9]))
+end
 if tonumber(ARGV[10]) > number('version') then
   redis.call('HSET', META, 'version', ARGV[10], 'state', ARGV[11])
 end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, """
+for _, key in ipairs(KEYS) do
+  if redis.call('PTTL', key) < """
+    + f"{KEEP_MS - RENEW_MS}"
+    + """ then redis.call('PEXPIRE', key, """
     + f"{KEEP_MS}"
     + """) end
+end
 local state = ''
 if redis.call('HSTRLEN', META, 'state') <= """
     + f"{MAX_STATE_BYTES}"

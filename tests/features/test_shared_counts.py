@@ -60,6 +60,27 @@ def test_counts_and_switch(url):
         board.close()
 
 
+def test_an_exchange_without_news_writes_nothing(redis_url, empty_redis):
+    """Redis appends each write to its file, so thousands of calls must not."""
+    board = SharedCounts(connect(redis_url), "shop/fast", Layout(20, 6, 10, 1000, 4), "one")
+    popular = RedisPopularity(connect(redis_url), "shop", 3600.0, "one", "server")
+    empty = {"sequence": 0, "weight": 0, "acknowledged": 0, "increments": b"", "members": b""}
+
+    def call():
+        board.exchange(**empty, version=0, state=b"", first_slice=0, last=False)
+        popular.exchange(0, 0, 0, b"", 0)
+
+    call()
+    before = empty_redis.info("persistence")["rdb_changes_since_last_save"]
+    for _ in range(20):
+        call()
+    assert empty_redis.info("persistence")["rdb_changes_since_last_save"] == before
+    keys = list(empty_redis.scan_iter())
+    assert keys and all(empty_redis.pttl(key) > 89 * 86_400_000 for key in keys)
+    board.close()
+    popular.close()
+
+
 def test_popular_items(url):
     client = connect(url, timeout_s=2.0)
     store = RedisPopularity(client, "shop", 3600.0, "one", "server")

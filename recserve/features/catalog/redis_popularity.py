@@ -35,6 +35,7 @@ MAX_DOUBLINGS = 512
 REPLY_S = 0.5
 MAX_WRITERS, FORGET_MS = 1000, 30 * 86_400_000
 KEEP_MS = 90 * 86_400_000
+RENEW_MS = 3_600_000  # an exchange without news writes nothing but this often
 
 # ARGV: writer, sequence number or 0, `since` of the delta, time of its newest event, half-life,
 # counts, version that is known, most items of the reply, name of the bundle. Times are in
@@ -94,9 +95,13 @@ if passed > """
   since = since + passed * half_life
   redis.call('HSET', META, 'since', whole(since))
 end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, """
+for _, key in ipairs(KEYS) do
+  if redis.call('PTTL', key) < """
+    + f"{KEEP_MS - RENEW_MS}"
+    + """ then redis.call('PEXPIRE', key, """
     + f"{KEEP_MS}"
     + """) end
+end
 local keys = redis.call(
   'ZRANGEBYSCORE', CHANGED, '(' .. ARGV[7], '+inf', 'LIMIT', 0, ARGV[8])
 local reached = version
