@@ -42,11 +42,13 @@ RIGHT = {
     "collaborative_weight": [1.5, 3],
     "seed": [3, 10**9],
     "event_kinds": [{}],
+    "event_weights": [[]],
     "split": [{}],
     "own_vectors": [True],
     "has_timestamps": [True],
     "dense_weight": [1.5, 3],
     "weight": [1.5, 3],
+    "negative_weight": [1.5, 3],
     "auto": [None],
 }
 
