@@ -33,6 +33,8 @@ LOOK_S = 10.0  # between two looks for a first verdict
 LEASE_S = 2.0
 MAX_TRIES = 5  # to set the switch while other servers set it
 MAX_MEMBERS = 5000  # of one delta
+STOPPED = "stopped by an operator"
+DAMAGED = "its state in Redis is damaged; start it again"
 UNKNOWN = "Redis does not answer, so every request gets the control"
 INCREMENT = np.dtype([("place", "<i4"), ("amount", "<i8")])
 MEMBER = np.dtype([("place", "<i4"), ("hash", "S8")])
@@ -48,6 +50,7 @@ class SwitchState(msgspec.Struct, frozen=True):
         ran_s: Seconds for which it had been running before `began_ms`.
         began_ms: When it was started last, in milliseconds since 1970; None unless it runs.
         started_us: When it began to count, in microseconds since 1970.
+        set_ms: When this state was set, in milliseconds since 1970.
         token: Tells this state from all others.
     """
 
@@ -57,6 +60,7 @@ class SwitchState(msgspec.Struct, frozen=True):
     ran_s: float
     began_ms: int | None
     started_us: int
+    set_ms: int = 0
     token: str = ""
 
     def running_s(self, now_ms: float) -> float:
@@ -68,13 +72,21 @@ class SwitchState(msgspec.Struct, frozen=True):
     ) -> SwitchState:
         """Returns the state of an experiment that does not run."""
         return SwitchState(
-            status, reason, breach or self.breach, self.running_s(now_ms), None, self.started_us
+            status,
+            reason,
+            breach or self.breach,
+            self.running_s(now_ms),
+            None,
+            self.started_us,
+            int(now_ms),
         )
 
     def restarted(self, now_ms: float) -> SwitchState:
         """Returns the state of an experiment that runs again."""
         began_ms = int(now_ms) if self.began_ms is None else self.began_ms
-        return SwitchState("running", None, None, self.ran_s, began_ms, self.started_us)
+        return SwitchState(
+            "running", None, None, self.ran_s, began_ms, self.started_us, int(now_ms)
+        )
 
 
 class Exchanged(Protocol):
@@ -270,7 +282,7 @@ class SharedState:
         self._version = 0
         self._known_until_s = -math.inf
         self._offset_ms = 0.0  # of the board's time against the clock
-        self.stopping = False
+        self.stopping, self._stopped_ms = False, 0.0
         self._lock = threading.RLock()  # of the state; nobody holds it during a call
         self._taken = counts.values.copy()  # what has gone into deltas
         self._members: list[tuple[int, int]] = []
@@ -294,6 +306,8 @@ class SharedState:
     @property
     def reason(self) -> str | None:
         """Why it does not run; None if it runs."""
+        if self.stopping:
+            return STOPPED
         if self.status == "unknown":
             return UNKNOWN
         state = self._state
@@ -328,14 +342,13 @@ class SharedState:
         Raises:
             ConnectionError: If the board is not reached. The same delta is sent next time.
         """
-        if self.stopping and self._state is not None:
-            self.stop()
         delta = self._delta = self._delta or self._next_delta(lock)
-        version, asked_s = self._version, self._clock()
+        with self._lock:
+            version, written, asked_s = self._version, self._written, self._clock()
         reply = self._board.exchange(
             **delta,
             version=version,
-            state=self._written,
+            state=written,
             first_slice=self._first_slice,
             last=last,
         )
@@ -351,8 +364,12 @@ class SharedState:
             self._first_slice = max(reply.slices, default=0) if reply.version == version else 0
             self._follow(reply.version, reply.state, asked_s)
         if not reply.version:
-            began = SwitchState("running", None, None, 0.0, reply.time_ms, reply.time_ms * 1000)
+            began = SwitchState(
+                "running", None, None, 0.0, reply.time_ms, 1000 * reply.time_ms, reply.time_ms
+            )
             self._set(began)
+        if self.stopping and self._state is not None:
+            self._stop_again(self._state)
 
     def read(self, new: dict[str, FirstVerdict] | None = None) -> None:
         """Reads the sums and the first verdicts.
@@ -387,9 +404,8 @@ class SharedState:
         Raises:
             ConnectionError: If it does not. Each exchange tries again.
         """
-        self.stopping = True
-        self._change(lambda state: state.ended(self.now_ms, "stopped", "stopped by an operator"))
-        self.stopping = False
+        self._stopped_ms, self.stopping = self.now_ms, True
+        self._send_stop()
 
     def start(self) -> None:
         """Starts the experiment on all servers. Raises ConnectionError."""
@@ -420,6 +436,18 @@ class SharedState:
             self.exchange(lock, last=True)
         finally:
             self._board.close()
+
+    def _stop_again(self, state: SwitchState) -> None:
+        """Sends a stop that was not acknowledged, unless somebody has started it since."""
+        if state.status == "running" and state.set_ms > self._stopped_ms:
+            log.warning("a stop is dropped, because another server has been told to start later")
+            self.stopping = False
+        else:
+            self._send_stop()
+
+    def _send_stop(self) -> None:
+        self._change(lambda state: state.ended(self.now_ms, "stopped", STOPPED))
+        self.stopping = False
 
     def _has_more(self, lock: threading.Lock) -> bool:
         with lock:
@@ -500,8 +528,8 @@ class SharedState:
             state = msgspec.json.decode(written, type=SwitchState)
         except msgspec.DecodeError as error:
             log.error("the state of an experiment in Redis is damaged: %s", error)
-            self._known_until_s = -math.inf
-            return
+            now_ms = self.now_ms
+            state = SwitchState("stopped", DAMAGED, None, 0.0, None, int(1e3 * now_ms), int(now_ms))
         if self._state is not None and state.status != self._state.status:
             log.warning("an experiment is %s on all servers: %s", state.status, state.reason)
         self._version, self._written, self._state = version, written, state

@@ -2,9 +2,12 @@
 
 import contextlib
 import random
+import time
+from dataclasses import replace
 
 import pytest
 
+from recserve.experiments import shared_state
 from recserve.experiments.experiment import Experiment
 from recserve.experiments.settings import parse_experiments
 from recserve.experiments.shared_state import LEASE_S
@@ -29,6 +32,7 @@ class Network:
     def __init__(self, board, drawn, faults):
         self.board, self.drawn, self.faults = board, drawn, faults
         self.cut, self.arrived = False, False
+        self.clock = None  # whose time is that of the board
 
     def __getattr__(self, name):
         method = getattr(self.board, name)
@@ -43,6 +47,8 @@ class Network:
                 found = method(*arguments, **named)
             if self.drawn.random() < self.faults:
                 raise CountsUnavailable("the reply is lost")
+            if self.clock is not None and hasattr(found, "time_ms"):
+                found = replace(found, time_ms=10**12 + int(1e3 * self.clock()))
             return found
 
         return call if callable(method) and name != "close" else method
@@ -177,6 +183,7 @@ def test_a_switch_is_on_all_servers_within_the_lease(new_server, seed):
     servers = [new_server(drawn, clock=clock) for _ in range(3)]
     assert {one.status for one in servers} == {"unknown"}
     for one in servers:
+        one.network.clock = clock
         one.exchange()
     state, since = "running", 0.0
     for _ in range(60):
@@ -210,6 +217,44 @@ def test_a_switch_is_on_all_servers_within_the_lease(new_server, seed):
         one.network.cut = False
         one.exchange()
     assert {one.status for one in servers} == {state}
+
+
+@pytest.mark.parametrize("started", ["before", "after"])
+def test_a_stop_without_redis_yields_to_a_later_start(new_server, started):
+    """And not to an earlier one, of which the server that was cut off does not know."""
+    one, other = new_server(clock=time.monotonic), new_server(clock=time.monotonic)
+    for each in (one, other):
+        each.exchange()
+    other.stop()
+    one.exchange()
+    one.network.cut = True
+    if started == "before":
+        other.start()
+    time.sleep(0.01)
+    with pytest.raises(ExperimentNotSaved, match="stopped on this server, and not on the others"):
+        one.stop()
+    assert (one.status, one.reason) == ("stopped", "stopped by an operator")
+    time.sleep(0.01)
+    if started == "after":
+        other.start()
+    one.network.cut = False
+    for each in (one, other):
+        each.exchange()
+        assert each.status == ("stopped" if started == "before" else "running")
+
+
+def test_a_damaged_state_is_a_stop_until_a_start(new_server, empty_redis):
+    one, other = new_server(), new_server()
+    for each in (one, other):
+        each.exchange()
+    meta = "recserve:counts:{test/fast}:meta"
+    empty_redis.hset(meta, mapping={"version": 7, "state": b"\xff"})
+    for each in (one, other):
+        each.exchange()
+        assert (each.status, each.reason) == ("stopped", shared_state.DAMAGED)
+    other.start()
+    one.exchange()
+    assert one.status == "running"
 
 
 def test_one_server_falls_back_and_all_follow(new_server):

@@ -73,8 +73,9 @@ def settle(one):
     one.exchange()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_all_servers_have_the_counts_of_one_process(new_server, monkeypatch, seed):
+@pytest.mark.parametrize("pause_us", [600 * HOUR_US, 5000 * HOUR_US])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_servers_have_the_counts_of_one_process(new_server, monkeypatch, seed, pause_us):
     """For drawn events and pauses, lost replies, servers that start late, and new items."""
     monkeypatch.setattr(redis_popularity, "PAGE", 7)
     drawn, draw = random.Random(seed), np.random.default_rng(seed)
@@ -86,7 +87,7 @@ def test_all_servers_have_the_counts_of_one_process(new_server, monkeypatch, see
     now_us, size, waiting = begin_us, 30, {one: [] for one in servers}
     for _ in range(150):
         one = drawn.choice(servers)
-        now_us += int(drawn.expovariate(1) * HOUR_US) if drawn.random() < 0.97 else 600 * HOUR_US
+        now_us += int(drawn.expovariate(1) * HOUR_US) if drawn.random() < 0.97 else pause_us
         size += drawn.random() < 0.1
         one.items.size = size  # others get the item later
         rows = draw.integers(0, one.items.size, int(draw.integers(1, 9)))
@@ -124,6 +125,24 @@ def test_all_servers_have_the_counts_of_one_process(new_server, monkeypatch, see
     assert all(order == orders[0] for order in orders)
     counts = oracle.at(every)[orders[0]]
     assert (counts[1:] <= counts[:-1] * (1 + 1e-9) + 1e-90).all()
+
+
+def test_a_bundle_that_comes_late_counts_from_its_begin(new_server, empty_redis):
+    """However many half-lives lie between, and without an event."""
+    drawn, trained = random.Random(0), np.array([3.0, 2.0, 1.0])
+    one = new_server(trained, Items(3), drawn)
+    settle(one)
+    (meta,) = empty_redis.scan_iter("*:meta")
+    for field in (b"since", b"begin:one"):
+        empty_redis.hincrby(meta, field, -3000 * HOUR_US)
+    two = new_server(trained, Items(3), drawn, "two")
+    for each in (one, two, one):
+        settle(each)
+    np.testing.assert_allclose(two.popularity.at(np.arange(3)), trained)
+    two.add([102, 102], [two.popularity.latest_us] * 2)
+    for each in (two, one):
+        settle(each)
+    assert two.popularity.best(3).tolist() == [0, 2, 1] and one.popularity.best(1).tolist() == [2]
 
 
 def test_a_redis_that_has_lost_counts_is_read_again(new_server, empty_redis):

@@ -64,21 +64,10 @@ if not entry and redis.call('HLEN', WRITERS) >= """
   end
 end
 local sequence = tonumber(string.match(entry or '', '^(%d+) ') or 0)
-if tonumber(ARGV[2]) > sequence then
-  local scale = 2 ^ ((tonumber(ARGV[3]) - since) / half_life)
-  version = version + 1
-  for at = 1, #ARGV[6], 16 do
-    local key = string.sub(ARGV[6], at, at + 7)
-    local count = tonumber(redis.call('HGET', COUNTS, key) or 0)
-    count = count + scale * struct.unpack('<d', ARGV[6], at + 8)
-    redis.call('HSET', COUNTS, key, string.format('%.17g', count))
-    redis.call('ZADD', CHANGED, version, key)
-  end
-  latest = math.max(latest, tonumber(ARGV[4]))
-  redis.call('HSET', META, 'version', version, 'latest', whole(latest))
-  redis.call('HSET', WRITERS, ARGV[1], ARGV[2] .. ' ' .. whole(now_us))
-end
-local passed = math.floor((latest - since) / half_life)
+local is_new = tonumber(ARGV[2]) > sequence
+if is_new then latest = math.max(latest, tonumber(ARGV[4])) end
+-- Before anything is added, so that no weight leaves the range of a float.
+local passed = math.floor((math.max(latest, number('begin:' .. ARGV[9])) - since) / half_life)
 if passed > """
     + f"{MAX_DOUBLINGS}"
     + """ then
@@ -94,6 +83,19 @@ if passed > """
   end
   since = since + passed * half_life
   redis.call('HSET', META, 'since', whole(since))
+end
+if is_new then
+  local scale = 2 ^ ((tonumber(ARGV[3]) - since) / half_life)
+  version = version + 1
+  for at = 1, #ARGV[6], 16 do
+    local key = string.sub(ARGV[6], at, at + 7)
+    local count = tonumber(redis.call('HGET', COUNTS, key) or 0)
+    count = count + scale * struct.unpack('<d', ARGV[6], at + 8)
+    redis.call('HSET', COUNTS, key, string.format('%.17g', count))
+    redis.call('ZADD', CHANGED, version, key)
+  end
+  redis.call('HSET', META, 'version', version, 'latest', whole(latest))
+  redis.call('HSET', WRITERS, ARGV[1], ARGV[2] .. ' ' .. whole(now_us))
 end
 for _, key in ipairs(KEYS) do
   if redis.call('PTTL', key) < """
