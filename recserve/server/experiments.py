@@ -240,6 +240,12 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
 
 def _share(config: ServerConfig, url: str, experiments: Experiments) -> Exchanger:
     """Shares the experiments with the servers of a catalogue in Redis. Raises ConfigError."""
+    if config.experiments_dir is not None:
+        log.warning(
+            "experiments_dir: %s is not used, because servers with one catalogue have the counts "
+            "of experiments in Redis",
+            config.experiments_dir,
+        )
     replicas = config.catalog_wait_replicas
     if replicas is None:  # a failover of Sentinel or Cluster happens by itself
         replicas = int("+" in url.partition("://")[0])
