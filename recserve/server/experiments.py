@@ -241,7 +241,7 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
 def _share(config: ServerConfig, url: str, experiments: Experiments) -> Exchanger:
     """Shares the experiments with the servers of a catalogue in Redis. Raises ConfigError."""
     if config.experiments_dir is not None:
-        log.warning(
+        log.info(
             "experiments_dir: %s is not used, because servers with one catalogue have the counts "
             "of experiments in Redis",
             config.experiments_dir,
