@@ -169,6 +169,7 @@ def chat_text(
     if continued and follows:
         raise InvalidRequest("continue_final_message", "needs add_generation_prompt: false")
     turns = [_turn(n, m) for n, m in enumerate(messages)]
+    _name_results(turns)
     settings = body.chat_template_kwargs
     follows = not continued if follows is None else follows
     tools = template_tools(body)
@@ -470,6 +471,18 @@ def _turn(number: int, message: ChatMessage) -> dict[str, Any]:
         "tool_calls": None if not message.tool_calls else [_call(c) for c in message.tool_calls],
     }
     return {name: value for name, value in turn.items() if value is not None}
+
+
+def _name_results(turns: Sequence[dict[str, Any]]) -> None:
+    """Adds to each result of a call the name of its function, which some templates need."""
+    names: dict[str, str] = {}
+    for turn in turns:
+        for call in turn.get("tool_calls", ()):
+            if "id" in call:
+                names[call["id"]] = call["function"]["name"]
+        name = names.get(turn.get("tool_call_id", ""))
+        if turn["role"] == "tool" and name is not None:
+            turn.setdefault("name", name)
 
 
 def _text(message: ChatMessage) -> str:

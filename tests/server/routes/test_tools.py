@@ -133,6 +133,27 @@ def test_a_conversation_with_results_reaches_the_template(client, server):
     assert engine.requests[0].constraint is not None
 
 
+def test_a_result_has_the_name_of_its_function(tmp_path):
+    """Templates of Hermes refuse results without it, and OpenAI's API has none."""
+    source = "{% for m in messages %}{{ m.role }} {{ m.name }}\n{% endfor %}"
+    call = {"id": "c", "function": {"name": "now", "arguments": ""}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "noon", "tool_call_id": "c"},
+        {"role": "tool", "content": "x", "tool_call_id": "other"},
+    ]
+    with live(scripted(tmp_path, script, source=source)) as server:
+        answer = server.post("/tokenize", json={"messages": turns}).json()
+        prompt = server.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
+    assert [line.strip() for line in prompt.splitlines()] == [
+        "user",
+        "assistant",
+        "tool now",
+        "tool",
+    ]
+
+
 def test_thoughts_that_the_prompt_ends_are_none(client, server):
     answer = server.post(
         "/v1/chat/completions",

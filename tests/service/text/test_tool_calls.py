@@ -141,6 +141,12 @@ def test_the_format_is_that_of_the_template():
         found = format_of(template)
         assert found is not None and found.name == name
     assert format_of("{{ messages }}<tool_call>") is None
+    others = (
+        "{{ tools }}<tool_call>{{ name }}\n<arg_key>{{ key }}</arg_key>",
+        "{{ tools }} Respond with the parameters as [f(a=1)]. ipython",
+        '{{ tools }}<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>',
+    )
+    assert [format_of(template) for template in others] == [None] * 3
 
 
 def test_thoughts_begin_where_the_prompt_says():

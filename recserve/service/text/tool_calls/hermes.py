@@ -77,8 +77,8 @@ class HermesFormat(CallFormat):
 
     @staticmethod
     def fits(template: str) -> bool:
-        """Returns whether a template has the tag, and no format inside it of its own."""
-        return BEGIN in template and "<function=" not in template
+        """Returns whether a template shows the tag and the key of JSON inside."""
+        return BEGIN in template and '"arguments' in template and "<function=" not in template
 
     def parser(self, tools: Sequence[Tool]) -> CallParser:
         """Returns a parser of one turn."""

@@ -75,8 +75,11 @@ class LlamaFormat(CallFormat):
 
     @staticmethod
     def fits(template: str) -> bool:
-        """Returns whether a template has the role of results, and names the key of arguments."""
-        return "ipython" in template and "parameters" in template
+        """Returns whether a template has the role of results, and shows the key of JSON.
+
+        Templates for calls as Python have the role, too.
+        """
+        return "ipython" in template and '"parameters' in template
 
     def parser(self, tools: Sequence[Tool]) -> CallParser:
         """Returns a parser of one turn."""
