@@ -43,7 +43,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": (([],), "not supported; a prompt is text or token ids"),
     "documents": (([],), "not supported; write them into the messages"),
     "chat_template": ((), "not supported; start the server with --chat-template"),
-    "include_reasoning": ((True, False), "not supported"),
     "thinking_token_budget": ((), "not supported"),
     "watermarking": ((False,), "not supported"),
     "repetition_detection": ((), "not supported; see frequency_penalty"),

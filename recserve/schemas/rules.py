@@ -137,6 +137,7 @@ RULES: dict[str, Sequence[Schema]] = {
         STREAM_OPTIONS,
         NOT_GREEDY,
         both(has(top_logprobs=GIVEN), unless(has(logprobs=TRUE))),
+        has(continue_final_message=TRUE, add_generation_prompt=TRUE),
         *CONSTRAINT_RULES,
         *TOOL_RULES,
     ),

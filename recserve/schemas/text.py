@@ -297,6 +297,7 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
         tool_choice: Whether it calls one: `auto` decides by itself, `required` calls at least one,
             `none` none, and a named one calls that.
         parallel_tool_calls: Whether a turn may have several calls; None means yes.
+        include_reasoning: False leaves the model's thoughts out of the answer.
         chat_template_kwargs: Further variables for the chat template.
         continue_final_message: The text continues the last message.
         add_generation_prompt: End the prompt with the start of the assistant's turn; None does so
@@ -311,6 +312,7 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -323,7 +325,6 @@ class ChatRequest(TextRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     documents: Any = None
     chat_template: Any = None
-    include_reasoning: Any = None
     media_io_kwargs: Any = None
     add_special_tokens: Any = None
     echo: Any = None

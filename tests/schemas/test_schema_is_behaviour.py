@@ -35,7 +35,7 @@ from tests.support.schema_bodies import Bodies
 class AnyTokenizer:
     """Each text has one token."""
 
-    template = SimpleNamespace(render=lambda *_: "x", source="{{ tools }}<tool_call>")
+    template = SimpleNamespace(render=lambda *_: "x", source='{{ tools }}<tool_call>"arguments')
 
     @staticmethod
     def encode(*_: object) -> list[int]:

@@ -37,11 +37,14 @@ class TurnShape(ChatShape):
         logprobs: True to report log-probabilities.
         sources: True to report the source of each token in chunks.
         form: What a turn may consist of.
+        thoughts: False leaves thoughts out.
     """
 
-    def __init__(self, table: Table, logprobs: bool, sources: bool, form: TurnForm) -> None:
+    def __init__(
+        self, table: Table, logprobs: bool, sources: bool, form: TurnForm, thoughts: bool = True
+    ) -> None:
         super().__init__(table, logprobs, sources)
-        self.form = form
+        self.form, self.thoughts = form, thoughts
         self._parsers: dict[int, TurnParser] = {}  # of the turns of a stream
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
@@ -69,7 +72,7 @@ class TurnShape(ChatShape):
         ]
         message = AssistantMessage(
             content=turn.content if turn.content or not (calls or turn.thoughts) else None,
-            reasoning_content=turn.thoughts or UNSET,
+            reasoning_content=(self.thoughts and turn.thoughts) or UNSET,
             tool_calls=calls or UNSET,
         )
         return ChatChoice(
@@ -92,7 +95,7 @@ class TurnShape(ChatShape):
             delta=ChatDelta(
                 role=role,
                 content=turn.content if turn.content or only_content else UNSET,
-                reasoning_content=turn.thoughts or UNSET,
+                reasoning_content=(self.thoughts and turn.thoughts) or UNSET,
                 tool_calls=calls or UNSET,
             ),
             logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
@@ -122,7 +125,8 @@ def _joined(first: TurnDelta, last: TurnDelta) -> TurnDelta:
 
 
 def _reason(reason: FinishReason, parser: TurnParser) -> ChatFinishReason:
-    return "tool_calls" if reason == "stop" and parser.num_calls else reason
+    calls = parser.num_calls and not parser.in_call  # a stop string may end a call
+    return "tool_calls" if reason == "stop" and calls else reason
 
 
 def _call_id(head: dict[str, Any], choice: int, call: int) -> str:

@@ -101,7 +101,10 @@ class TextService:
         plan = plan_chat(body, self.model, deadline_s)
         tokenizer, form = self.model.tokenizer, plan.form
         given = tokenizer.all_bytes, bool(body.logprobs), _sources(body)
-        shape = ChatShape(*given) if form is None else TurnShape(*given, form)
+        if form is None:
+            shape = ChatShape(*given)
+        else:
+            shape = TurnShape(*given, form, body.include_reasoning is not False)
         spelling = tokenizer.spelling if form is None else tokenizer.spelling_with(form.tags)
         streams = self._streams(plan, body.min_tokens, listener, [""], spelling)
         queries = _queries(body, plan, streams, deadline_s)

@@ -9,6 +9,10 @@ import openai
 import pydantic
 import pytest
 
+from recserve.client import Client
+from recserve.schemas.chat_messages import ChatMessage
+from recserve.schemas.constraints import FunctionName, NamedTool, Tool, ToolFunction
+from recserve.schemas.text import ChatRequest
 from tests.support.chat_templates import TEMPLATES, THINKS
 from tests.support.live_server import live
 from tests.support.scripted_text import scripted
@@ -75,6 +79,11 @@ def test_calls_and_thoughts(client):
     message = answer.choices[0].message
     assert (message.content, message.reasoning_content) == (None, "a" * 12)
     assert answer.choices[0].finish_reason == "length"
+    hidden = ask("thoughtful", tools=TOOLS, extra_body={"include_reasoning": False})
+    message = client.chat.completions.create(**hidden).choices[0].message
+    assert not hasattr(message, "reasoning_content") and message.content == "Look:"
+    cut = client.chat.completions.create(**ask("calls", tools=TOOLS, stop=["oë"])).choices[0]
+    assert (calls_of(cut.message), cut.finish_reason) == ([("weather", '{"city": "Z')], "stop")
     plain = client.chat.completions.create(**ask("plain", tools=TOOLS)).choices[0]
     assert (plain.message.content, plain.finish_reason) == (TEXTS["plain"], "stop")
     assert plain.message.tool_calls is None and not hasattr(plain.message, "reasoning_content")
@@ -183,3 +192,20 @@ def test_refusals_have_the_status_of_texts(server):
     ):
         answer = server.post("/v1/chat/completions", json=ask("plain", **fields))
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_the_typed_client_streams_calls(server):
+    body = ChatRequest(
+        messages=[ChatMessage(role="user", content="calls")],
+        tools=[
+            Tool(function=ToolFunction(name="now")),
+            Tool(function=ToolFunction(name="weather")),
+        ],
+        tool_choice=NamedTool(function=FunctionName(name="now")),
+    )
+    with Client(str(server.base_url)) as client:
+        deltas = [c.choices[0].delta for c in client.stream_chat(body) if c.choices]
+        message = client.chat(body).choices[0].message
+    parts = [call for delta in deltas for call in delta.tool_calls or ()]
+    assert [part.function.name for part in parts if part.id] == ["weather", "now"]
+    assert [call.function.name for call in message.tool_calls] == ["weather", "now"]

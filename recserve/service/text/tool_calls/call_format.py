@@ -62,6 +62,33 @@ class CallRules:
     text: str = "TEXT"
 
 
+class JsonScanner:
+    """Finds the end of a JSON object in a text."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._in_string = self._escaped = False
+
+    def read(self, character: str) -> bool:
+        """Reads the next character. Returns whether the object ends with it."""
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == '"':
+                self._in_string = False
+            return False
+        if character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self.depth += 1
+        elif character in "}]":
+            self.depth -= 1
+            return self.depth <= 0
+        return False
+
+
 class CallParser(ABC):
     """Divides a text into content and calls while it is written.
 
@@ -70,10 +97,13 @@ class CallParser(ABC):
 
     Attributes:
         num_calls: Number of calls so far.
+        in_call: Whether the arguments of the last call are incomplete.
     """
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.in_call = False
+        self._scanner = JsonScanner()
         self._content: list[str] = []
         self._names: dict[int, str] = {}
         self._arguments: dict[int, list[str]] = {}
@@ -117,12 +147,16 @@ class CallParser(ABC):
         """Begins the next call."""
         self._blanks = ""
         self._names[self.num_calls] = name
-        self._arguments[self.num_calls] = [arguments]
         self.num_calls += 1
+        self.in_call, self._scanner = True, JsonScanner()
+        self._argue(arguments)
 
     def _argue(self, arguments: str) -> None:
         """Adds characters to the arguments of the last call."""
         self._arguments.setdefault(self.num_calls - 1, []).append(arguments)
+        for character in arguments:
+            if self._scanner.read(character):
+                self.in_call = False
 
     def _take(self) -> tuple[str, list[CallDelta]]:
         content = "".join(self._content)
@@ -186,33 +220,6 @@ class UnfitTool(ValueError):
     def __init__(self, index: int, path: str, reason: str) -> None:
         super().__init__(reason)
         self.index, self.path = index, path
-
-
-class JsonScanner:
-    """Finds the end of a JSON object in a text."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self._in_string = self._escaped = False
-
-    def read(self, character: str) -> bool:
-        """Reads the next character. Returns whether the object ends with it."""
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
-            return False
-        if character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self.depth += 1
-        elif character in "}]":
-            self.depth -= 1
-            return self.depth <= 0
-        return False
 
 
 def quote(text: str) -> str:

@@ -74,6 +74,11 @@ class TurnParser:
         """Number of calls so far."""
         return 0 if self._calls is None else self._calls.num_calls
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the arguments of the last call are incomplete."""
+        return self._calls is not None and self._calls.in_call
+
     def push(self, text: str) -> TurnDelta:
         """Returns what a piece of text adds."""
         thoughts = list[str]()
