@@ -168,6 +168,8 @@ def read_wanted(body: TextRequest) -> Wanted:
             elif kind in ("json", "json_object"):
                 schema = ANY_OBJECT if found is True else _schema_text(found)
                 text = Grammar("json_schema", schema, blanks)
+            elif kind == "grammar" and "::=" in found:
+                raise ValueError("expected a Lark grammar, got one in GBNF or EBNF (`::=`)")
             else:
                 text = Grammar("regex" if kind == "regex" else "lark", found)
     except ValueError as error:

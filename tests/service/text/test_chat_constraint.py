@@ -226,6 +226,7 @@ REFUSED = {
     "format and schema": ({**OBJECT, "guided_json": {}}, "response_format"),
     "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     "format": ({"guided_json": {"type": "string", "format": "zz"}}, "guided_json.format"),
+    "no Lark": ({"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
     "no regex": ({"guided_regex": "("}, "guided_regex"),
     "no JSON": ({"guided_json": "{"}, "guided_json"),
     "blanks": (
