@@ -166,6 +166,35 @@ def test_every_call_fits_its_schema(tmp_path, kind, choice, thinks):
     assert ended >= 4
 
 
+FORMATS = {
+    "date": ({"type": "string", "format": "date"}, "2024-02-29", ("2023-02-29", "2024-13-01")),
+    "space": ({"type": "string", "pattern": r"^a\sb$"}, "a b", ("a\x85b",)),
+    "host": ({"type": "string", "format": "hostname"}, "a-b.c", ("-a", "a..b")),
+    "time": ({"type": "string", "format": "time"}, "10:00:00Z", ("25:00:00Z", "10:00")),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_held_in_calls_and_behind_thoughts(tmp_path, name):
+    """Everywhere as in a plain schema."""
+    value, valid, invalid = FORMATS[name]
+    schema = {"properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object", **schema}}}
+    for kind in ("hermes", "llama"):
+        model = model_of(tmp_path, TEMPLATES[kind], True)
+        answer = planned(model, response_format=wanted)
+        calls = planned(model, tools=[a_tool(schema)], tool_choice="required")
+        for text, fits in ((valid, True), *((one, False) for one in invalid)):
+            text = json.dumps(text, ensure_ascii=False)
+            for before in ("", THOUGHTS):
+                assert allows(model, answer, f'{before}{{"a":{text}}}') == fits
+                call = f'{{"name": "f", "parameters": {{"a": {text}}}}}'
+                if kind == "hermes":
+                    inner = call.replace("parameters", "arguments")
+                    call = f"<tool_call>\n{inner}\n</tool_call>"
+                assert allows(model, calls, before + call) == fits, (call, fits)
+
+
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_text_is_free_until_a_call_begins(tmp_path, kind, thinks):
@@ -238,6 +267,10 @@ REFUSED = {
     "tool": (
         {"tools": [a_tool({"properties": {"a": {"uniqueItems": True}}})]},
         "tools[0].function.parameters.properties.a.uniqueItems",
+    ),
+    "keys": (
+        {"tools": [TOOLS[0], a_tool({"properties": {"a": {"minProperties": 2}}})]},
+        "tools[1].function.parameters.properties.a.minProperties",
     ),
     "type": ({"tools": [a_tool({"type": "array"})]}, "tools[0].function.parameters.type"),
 }  # fmt: skip

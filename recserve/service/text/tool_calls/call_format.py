@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from recserve.core.plugins import Pluggable
-from recserve.service.text.constraints.json_schema import json_options
+from recserve.service.text.constraints.json_schema import json_options, read_schema
 
 # Writes a tag in a Lark grammar: the text itself, or the token if the tokeniser has a special one.
 WriteTag = Callable[[str], str]
@@ -206,6 +206,7 @@ class CallFormat(Pluggable, ABC):
 
         Raises:
             UnfitTool: If a tool has arguments that this format cannot write.
+            UnfitSchema: If not all of a schema would be enforced.
         """
 
 
@@ -234,11 +235,15 @@ def json_schema_rule(schema: Mapping[str, Any], blanks: int | None = None) -> st
         schema: The schema.
         blanks: Most blanks in a row between tokens. None writes those of Jinja's filter `tojson`,
             with which templates show calls to models.
+
+    Raises:
+        UnfitSchema: If not all of the schema would be enforced.
     """
     options = json_options(blanks or 0)
     if blanks is None:
         options |= {"item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    enforced = read_schema(json.dumps(schema))
+    return "%json " + json.dumps({**enforced, "x-guidance": options}, ensure_ascii=False)
 
 
 def tagged_turn(rules: CallRules, begin: str, end: str, tag: WriteTag) -> list[str]:

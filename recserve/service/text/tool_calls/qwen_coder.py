@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from recserve.service.text.constraints.json_schema import UnfitSchema
 from recserve.service.text.tool_calls.call_format import (
     CallFormat,
     CallParser,
@@ -258,7 +259,10 @@ def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> list[st
             raise UnfitTool(0, "", "no value fulfils it")
         whole |= {key: root[key] for key in ("$defs", "definitions") if key in root}
         _check_references(whole)
-        return [f"{name}: {name}_json {end}", f"{name}_json: {json_schema_rule(whole)}"]
+        try:
+            return [f"{name}: {name}_json {end}", f"{name}_json: {json_schema_rule(whole)}"]
+        except UnfitSchema as error:
+            raise UnfitTool(0, error.path, str(error)) from None
     if "$ref" in schema:
         return _value(name, _resolve(schema["$ref"], root), root, end)
     if "const" in schema or "enum" in schema:
