@@ -17,7 +17,6 @@ from recserve.schemas.encoding import TokenizeRequest
 from recserve.schemas.items import InvalidRequest, UnsupportedField
 from recserve.schemas.numbers import ENCODER
 from recserve.schemas.text import ChatRequest, TextRequest
-from recserve.service.text.constraints.json_schema import UnfitSchema
 from recserve.service.text.model import TextModel
 from recserve.service.text.tool_calls.call_format import (
     CallRules,
@@ -100,12 +99,7 @@ def chat_constraint(
         whole = Grammar("lark", "\n".join(lines))
     except ValueError as error:
         raise InvalidRequest(param, str(error)) from None
-    try:
-        return model.constrain(param, whole, body.allowed_token_ids or None)
-    except InvalidRequest:
-        for number, tool in enumerate(form.tools):  # which one is it, and where
-            _check_tool(number, tool, model)
-        raise
+    return model.constrain(param, whole, body.allowed_token_ids or None)
 
 
 def turn_form(
@@ -265,21 +259,14 @@ def _calls(
         answer=None if wanted.text is None else "answer",
         first_text=first,
     )
+    for number, tool in tools:  # its errors name the path
+        schema = Grammar("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
+        model.constrain(f"tools[{number}].function.parameters", schema)
     try:
         return form.format.grammar([tool for _, tool in tools], rules, tag)
     except UnfitTool as error:
         param = f"tools[{tools[error.index][0]}].function.parameters{error.path}"
         raise InvalidRequest(param, str(error)) from None
-    except UnfitSchema:
-        for number, tool in tools:
-            _check_tool(number, tool, model)
-        raise
-
-
-def _check_tool(number: int, tool: Tool, model: TextModel) -> None:
-    """Raises InvalidRequest if the arguments of a tool cannot be constrained."""
-    schema = Grammar("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
-    model.constrain(f"tools[{number}].function.parameters", schema)
 
 
 def _answer(wanted: Grammar | Choices) -> list[str]:

@@ -200,13 +200,12 @@ class CallFormat(Pluggable, ABC):
         """Returns the lines of a Lark grammar whose rule `turn` is the turn.
 
         Args:
-            tools: At least one tool.
+            tools: At least one tool. Their schemas can be constraints.
             rules: What the turn may be.
             tag: Writes a tag.
 
         Raises:
             UnfitTool: If a tool has arguments that this format cannot write.
-            UnfitSchema: If not all of a schema would be enforced.
         """
 
 
