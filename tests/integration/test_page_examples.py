@@ -35,6 +35,8 @@ BLOCKS: dict[str, list[str | tuple[str, dict[str, object]]]] = {
     "docs/guides/observability.md": [OTHER],  # a line of the log
     "docs/guides/rank.md": [ANSWER],
     "docs/guides/recommend.md": [ANSWER, "POST /v1/recommend", "POST /v1/recommend", ANSWER],
+    # A call, and the answer of a model whose template has tools.
+    "docs/guides/structured-text.md": [OTHER, OTHER],
     "docs/guides/text.md": ["POST /v1/completions"],
     "docs/reference/bundle-format.md": [OTHER],  # a manifest
     "docs/reference/http-text.md": ["POST /v1/completions", ANSWER],
