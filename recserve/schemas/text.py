@@ -409,7 +409,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     token_sources: list[TokenSource] | UnsetType = UNSET
 
 
-class CalledFunction(Struct, frozen=True, kw_only=True):
+class AssistantFunction(Struct, frozen=True, kw_only=True):
     """The name of a function, and the text of its arguments, a JSON object."""
 
     name: str
@@ -421,7 +421,7 @@ class AssistantToolCall(Struct, frozen=True, kw_only=True):
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: AssistantFunction
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from recserve.schemas.text import (
+    AssistantFunction,
     AssistantMessage,
     AssistantToolCall,
-    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -66,7 +66,7 @@ class TurnShape(ChatShape):
         calls = [
             AssistantToolCall(
                 id=_call_id(head, stream.index, call.index),
-                function=CalledFunction(name=call.name or "", arguments=call.arguments),
+                function=AssistantFunction(name=call.name or "", arguments=call.arguments),
             )
             for call in turn.calls
         ]
