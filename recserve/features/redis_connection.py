@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode
@@ -44,6 +45,7 @@ from recserve.features.redis_urls import SCHEMES
 __all__ = [
     "CLUSTER_RIGHTS",
     "FAILURES",
+    "RENEW",
     "RIGHTS",
     "ResponseError",
     "call_and_wait",
@@ -52,6 +54,7 @@ __all__ = [
     "call_scripts",
     "connect",
     "describe",
+    "failures_as",
     "load_script",
     "scanners",
     "server_of",
@@ -82,6 +85,14 @@ OPTIONS = (
     *TLS_OPTIONS,
     *SENTINEL_OPTIONS,
 )
+# Lua by which a script renews its keys: they go 90 days after its last call. A call without news
+# writes nothing but this, at most once an hour.
+KEEP_MS, RENEW_MS = 90 * 86_400_000, 3_600_000
+RENEW = f"""
+for _, key in ipairs(KEYS) do
+  if redis.call('PTTL', key) < {KEEP_MS - RENEW_MS} then redis.call('PEXPIRE', key, {KEEP_MS}) end
+end
+"""
 NO_PERMISSION = re.compile(r"no permissions to|can't run this command|can't access")
 ENCODE = "in user names and passwords write / ? # @ : as %2F %3F %23 %40 %3A"
 
@@ -151,6 +162,15 @@ def describe(error: Exception) -> str:
             f"also {' '.join(CLUSTER_RIGHTS)}; set them with ACL SETUSER"
         )
     return f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def failures_as(kind: type[Exception], name: str) -> Iterator[None]:
+    """Turns errors of FAILURES into a kind of error, in words that begin with a name."""
+    try:
+        yield
+    except FAILURES as error:
+        raise kind(f"{name}: {describe(error)}") from error
 
 
 def call_many(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -25,15 +25,14 @@ Other processes write these keys. So Redis bounds the size of what a read return
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recserve.features.redis_connection import FAILURES, call_and_wait, call_script, describe
+from recserve.features.redis_connection import RENEW, call_and_wait, call_script, failures_as
 
 log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
@@ -41,8 +40,6 @@ PREFIX = "recserve:counts:"
 KEYS = ("sums", "before", "window", "seen", "members", "meta", "writers")
 MAX_SEEN = MAX_MEMBERS = 100_000
 MAX_STATE_BYTES = 4096
-KEEP_MS = 90 * 86_400_000  # after the last server has called
-RENEW_MS = 3_600_000  # an exchange without news writes nothing but this often
 CALL_MS = 3000  # and that the writer is there
 SILENT_MS = 15_000  # of a writer that counts as ended
 MAX_WRITERS, FORGET_MS = 1000, 30 * 86_400_000
@@ -125,13 +122,9 @@ end
 if tonumber(ARGV[10]) > number('version') then
   redis.call('HSET', META, 'version', ARGV[10], 'state', ARGV[11])
 end
-for _, key in ipairs(KEYS) do
-  if redis.call('PTTL', key) < """
-    + f"{KEEP_MS - RENEW_MS}"
-    + """ then redis.call('PEXPIRE', key, """
-    + f"{KEEP_MS}"
-    + """) end
-end
+"""
+    + RENEW
+    + """
 local state = ''
 if redis.call('HSTRLEN', META, 'state') <= """
     + f"{MAX_STATE_BYTES}"
@@ -334,7 +327,7 @@ class SharedCounts:
         arguments: list[Any] = [sizes.num_head, sizes.num_window, sizes.slice_ms, sizes.num_slices]
         arguments += [self.writer, sequence, weight, acknowledged, int(last)]
         arguments += [version, state, first_slice, increments, members]
-        with self._failures():
+        with failures_as(CountsUnavailable, self.name):
             time_ms, found, now, head, *slices = call_script(
                 self._client, EXCHANGE, self._keys, arguments
             )
@@ -357,7 +350,7 @@ class SharedCounts:
             CountsUnavailable: If Redis does not answer. The same call may be sent again.
         """
         arguments = [part for event in events for part in event]
-        with self._failures():
+        with failures_as(CountsUnavailable, self.name):
             call_script(self._client, COUNT, self._keys, arguments)
 
     def switch(self, expected: int, state: bytes, restarts: bool = False) -> bool:
@@ -372,7 +365,7 @@ class SharedCounts:
             CountsUnavailable: If Redis does not answer. The switch may be set.
         """
         arguments = [expected, state, int(restarts)]
-        with self._failures():
+        with failures_as(CountsUnavailable, self.name):
             if not self.wait_replicas:
                 return bool(self._switch(self._keys, arguments))
             reply, num_stored = call_and_wait(
@@ -407,7 +400,7 @@ class SharedCounts:
         arguments: list[Any] = [self.layout.size]
         for name in names:
             arguments += [name, given.get(name, b"")]
-        with self._failures():
+        with failures_as(CountsUnavailable, self.name):
             now, before, lost, killed, writers, *notes = call_script(
                 self._client, READ, self._keys, arguments
             )
@@ -424,14 +417,6 @@ class SharedCounts:
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turns Redis' errors into CountsUnavailable."""
-        try:
-            yield
-        except FAILURES as error:
-            raise CountsUnavailable(f"{self.name}: {describe(error)}") from error
 
 
 def _numbers(content: bytes, size: int) -> Ints:

@@ -15,8 +15,6 @@ Other processes write it. So Redis bounds what a read returns, and the reader ch
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -24,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from recserve.features.catalog.redis_log import PREFIX
-from recserve.features.redis_connection import FAILURES, call_many, call_script, describe
+from recserve.features.redis_connection import call_many, call_script, failures_as
 
 log = logging.getLogger(__name__)
 TTL_S = 15.0
@@ -235,7 +233,7 @@ class FleetDirectory:
         """
         limits = [round(1e3 * TTL_S), MAX_REPLICAS, round(1e3 * ROLLOUT_TTL_S)]
         arguments = [replica.id, msgspec.json.encode(replica), *limits]
-        with self._failures():
+        with failures_as(FleetUnavailable, f"redis {self._key}"):
             found = call_script(self._client, BEAT, [self._key, self._rollout], arguments)
         fields = dict(zip(ROLLOUT, (raw.decode("utf-8", "replace") for raw in found), strict=False))
         try:
@@ -255,14 +253,14 @@ class FleetDirectory:
         """
         fields = {**msgspec.structs.asdict(rollout), "force": str(int(rollout.force))}
         values = [each for pair in fields.items() for each in pair]
-        with self._failures():
+        with failures_as(FleetUnavailable, f"redis {self._key}"):
             arguments = [round(1e3 * ROLLOUT_TTL_S), *values]
             return bool(call_script(self._client, BEGIN, [self._rollout], arguments))
 
     def take_turn(self, rollout: Rollout, replica_id: str) -> bool:
         """Returns whether a server may load now; no other one may then. Raises FleetUnavailable."""
         arguments = [rollout.id, rollout.state, replica_id, round(1e3 * TTL_S)]
-        with self._failures():
+        with failures_as(FleetUnavailable, f"redis {self._key}"):
             return bool(call_script(self._client, TAKE_TURN, [self._key, self._rollout], arguments))
 
     def advance(self, rollout: Rollout, replica_id: str, state: str, message: str = "") -> None:
@@ -275,12 +273,12 @@ class FleetDirectory:
         message = "".join(each if each.isprintable() else " " for each in message)
         shown = message.encode()[: MAX_WORDS - 4].decode(errors="ignore")
         arguments = [rollout.id, rollout.state, replica_id, state, shown, round(1e3 * kept_s)]
-        with self._failures():
+        with failures_as(FleetUnavailable, f"redis {self._key}"):
             call_script(self._client, ADVANCE, [self._rollout], arguments)
 
     def leave(self, replica_id: str) -> None:
         """Deletes a server's report. Raises FleetUnavailable."""
-        with self._failures():
+        with failures_as(FleetUnavailable, f"redis {self._key}"):
             (reply,) = call_many(self._client, [("HDEL", self._key, replica_id)])
             if isinstance(reply, Exception):
                 raise reply
@@ -288,7 +286,7 @@ class FleetDirectory:
     def read(self) -> Fleet:
         """Returns the latest reports. Raises FleetUnavailable."""
         limits = [round(1e3 * TTL_S), MAX_REPLICAS, MAX_ID, MAX_REPORT_BYTES]
-        with self._failures():
+        with failures_as(FleetUnavailable, f"redis {self._key}"):
             reply = call_script(self._client, READ, [self._key], limits)
         if isinstance(reply, int):
             raise FleetUnavailable(
@@ -307,14 +305,6 @@ class FleetDirectory:
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turns Redis' errors into FleetUnavailable."""
-        try:
-            yield
-        except FAILURES as error:
-            raise FleetUnavailable(f"redis {self._key}: {describe(error)}") from error
 
 
 def _parse(raw_id: bytes, report: bytes | int) -> Replica:

@@ -20,8 +20,7 @@ checks all of it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -37,7 +36,7 @@ from recserve.features.catalog.catalog_log import (
 from recserve.features.catalog.change_lines import check_change_set, format_line, parse_line
 from recserve.features.catalog.log_contents import LogContents
 from recserve.features.catalog.versions import ChangeSet
-from recserve.features.redis_connection import FAILURES, call_and_wait, connect, describe
+from recserve.features.redis_connection import call_and_wait, connect, failures_as
 
 PREFIX = "recserve:items:"
 MAX_ENTRY_BYTES = 64 << 20
@@ -243,7 +242,7 @@ class RedisCatalogLog:
         stored = self._parse(line, number, b"0", b"0", writer.encode())
         arguments = [self._epoch, number, writer, line]
         try:
-            with self._failures():
+            with failures_as(LogUnavailable, self.name):
                 reply, warning = self._store(arguments)
         except LogUnavailable as error:
             raise AppendUncertain(f"{error}; the change may be stored") from error
@@ -256,7 +255,7 @@ class RedisCatalogLog:
     def wait(self, first: int, timeout_s: float) -> bool:
         """Waits for a change set at a position or behind it. Returns whether there is one."""
         block_ms = max(1, int(1e3 * timeout_s))
-        with self._failures():
+        with failures_as(LogUnavailable, self.name):
             found = self._waiting.xread({self._keys[0]: f"{max(first - 1, 0)}-0"}, 1, block_ms)
         return bool(found)
 
@@ -282,7 +281,7 @@ class RedisCatalogLog:
                 f"{MAX_SNAPSHOT_BYTES}"
             )
         arguments = [last.epoch, last.number, last.time_ms, lines]
-        with self._failures():
+        with failures_as(LogUnavailable, self.name):
             done = self._snapshot(self._keys, arguments)
         if int(done) < 0:
             raise PositionLost(f"{self.name}: position {last.number} is lost")
@@ -315,7 +314,7 @@ class RedisCatalogLog:
     def _page(self, epoch: int, position: int) -> list[ChangeSet]:
         """Returns change sets behind a position that was applied in an epoch; empty at the end."""
         limits = [MAX_ENTRY_BYTES, PAGE_BYTES, PAGE]
-        with self._failures():
+        with failures_as(LogUnavailable, self.name):
             reply = self._read(self._keys, [epoch if position else "", position, *limits])
         if len(reply) == 1:
             self._epoch = ""
@@ -354,7 +353,7 @@ class RedisCatalogLog:
 
     def _read_epochs(self) -> None:
         """Reads where each epoch began."""
-        with self._failures():
+        with failures_as(LogUnavailable, self.name):
             fields = self._client.hgetall(self._keys[2])
         since = b"since:"
         self.begins = {
@@ -370,7 +369,7 @@ class RedisCatalogLog:
                 f"{self.name}: the snapshot of position {position} has {size} bytes; expected at "
                 f"most {MAX_SNAPSHOT_BYTES}"
             )
-        with self._failures():
+        with failures_as(LogUnavailable, self.name):
             number, made_in, time_ms, lines = self._client.hmget(
                 self._keys[1], ("position", "epoch", "time", "lines")
             )
@@ -415,14 +414,6 @@ class RedisCatalogLog:
         except ValueError as error:
             raise JournalError(f"{self.name}: position {position} is damaged ({error})") from error
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Turns Redis' errors into LogUnavailable."""
-        try:
-            yield
-        except FAILURES as error:
-            raise LogUnavailable(f"{self.name}: {describe(error)}") from error
-
 
 def open_log(
     url: str, catalog: Catalog, name: str, wait_replicas: int | None = None
@@ -442,11 +433,9 @@ def open_log(
     """
     if wait_replicas is None:
         wait_replicas = int("+" in url.partition("://")[0])
-    try:
+    with failures_as(LogUnavailable, "catalog_log"):
         client = connect(url, timeout_s=REPLY_S)
         waiting = connect(url, timeout_s=REPLY_S, wait_s=LONGEST_WAIT_S)
-    except FAILURES as error:
-        raise LogUnavailable(f"catalog_log: {describe(error)}") from error
     log = RedisCatalogLog(client, catalog, name, waiting=waiting, wait_replicas=wait_replicas)
     log.url = url
     return log

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from recserve.features.redis_connection import FAILURES, call_script, connect, describe
+from recserve.features.redis_connection import RENEW, call_script, connect, failures_as
 
 PREFIX = "recserve:popular:"
 KEYS = ("counts", "changed", "meta", "writers")
@@ -34,8 +34,6 @@ PAGE = 10_000  # items of one reply; those of one version are not divided
 MAX_DOUBLINGS = 512
 REPLY_S = 0.5
 MAX_WRITERS, FORGET_MS = 1000, 30 * 86_400_000
-KEEP_MS = 90 * 86_400_000
-RENEW_MS = 3_600_000  # an exchange without news writes nothing but this often
 
 # ARGV: writer, sequence number or 0, `since` of the delta, time of its newest event, half-life,
 # counts, version that is known, most items of the reply, name of the bundle. Times are in
@@ -97,13 +95,9 @@ if is_new then
   redis.call('HSET', META, 'version', version, 'latest', whole(latest))
   redis.call('HSET', WRITERS, ARGV[1], ARGV[2] .. ' ' .. whole(now_us))
 end
-for _, key in ipairs(KEYS) do
-  if redis.call('PTTL', key) < """
-    + f"{KEEP_MS - RENEW_MS}"
-    + """ then redis.call('PEXPIRE', key, """
-    + f"{KEEP_MS}"
-    + """) end
-end
+"""
+    + RENEW
+    + """
 local keys = redis.call(
   'ZRANGEBYSCORE', CHANGED, '(' .. ARGV[7], '+inf', 'LIMIT', 0, ARGV[8])
 local reached = version
@@ -189,12 +183,10 @@ class RedisPopularity:
         """
         arguments: list[Any] = [self._writer, sequence, since_us, latest_us]
         arguments += [repr(self._half_life_us), counts, known, PAGE, self._bundle]
-        try:
+        with failures_as(PopularityUnavailable, self.name):
             server, version, since, latest, begin, reached, *found = call_script(
                 self._client, EXCHANGE, self._keys, arguments
             )
-        except FAILURES as error:
-            raise PopularityUnavailable(f"{self.name}: {describe(error)}") from error
         pairs = [pair for pair in zip(found[::2], found[1::2], strict=True) if len(pair[0]) == 8]
         return Changes(
             server.decode("latin-1"),
@@ -225,8 +217,6 @@ def open_popularity(url: str, name: str, half_life_s: float, bundle: str) -> Red
         PopularityUnavailable: If no node of a cluster answers.
     """
     writer = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
-    try:
+    with failures_as(PopularityUnavailable, "catalog_log"):
         client = connect(url, timeout_s=REPLY_S)
-    except FAILURES as error:
-        raise PopularityUnavailable(f"catalog_log: {describe(error)}") from error
     return RedisPopularity(client, name, half_life_s, bundle, writer)
