@@ -87,6 +87,10 @@ class Record:
     stale: int = 0
     wrong: list[str] = field(default_factory=list)
 
+    def count(self) -> int:
+        """Number of recorded operations and acknowledged events."""
+        return len(self.operations) + len(self.events)
+
 
 class CatalogClient(threading.Thread):
     """A client that sends one request after the other, each to a drawn replica.

@@ -6,8 +6,8 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -29,15 +29,12 @@ from benchmarks.campaign.catalog_histories import (
     Version,
     check_history,
 )
-from benchmarks.campaign.check import NotRun
-from benchmarks.campaign.fault_proxy import FaultProxy
+from benchmarks.campaign.fleet_faults import FaultyRedis, Plan, drive, pause, redis_or_not_run
 from benchmarks.campaign.site import ADMIN, ADMIN_KEY, SERVE, ServerProcess, Site
 from benchmarks.campaign.traffic import slate_bodies
-from tests.support.redis_server import servers, start_redis, start_sentinel, wait_for
+from tests.support.redis_server import servers, start_sentinel, wait_for
 
 NUM_REPLICAS, NUM_CLIENTS = 3, 8
-ALWAYS = ("--appendonly", "yes", "--appendfsync", "always", "--no-appendfsync-on-rewrite", "no")
-NETWORK = ("down", "refuse", "hang", "loss", "reset", "half", "garbage")
 STALE_MS = 1500
 HEARTBEAT_S = 4.0  # all replicas know of a load then
 KV_BYTES = 2**23
@@ -46,23 +43,6 @@ ROLLED_OUT = ("two", "anew", "other", "one")
 SETTLE_S = 60.0
 STARTS = 5  # of a replica that ends because Redis does not answer it
 SIGNING_KEY = "a-signing-key-of-the-campaign"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much a run does.
-
-    Attributes:
-        operations: Operations of all clients.
-        faults: Faults, evenly over the operations.
-        seconds: Longest time; the run ends with fewer operations then.
-        seed: Seed of what is drawn.
-    """
-
-    operations: int
-    faults: int
-    seconds: float
-    seed: int = 0
 
 
 @dataclass
@@ -208,60 +188,6 @@ class Fleet:
             self.conflicts += found.get("recserve_catalog_conflicts_total", 0.0)
 
 
-def pause(pid: int, seconds: float) -> None:
-    """Stops a process for some time."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(seconds)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-@contextmanager
-def running_clients(record: Record, seed: int) -> Iterator[list[CatalogClient]]:
-    """Yields clients that send until the context ends."""
-    draws = np.random.default_rng(seed).spawn(NUM_CLIENTS)
-    clients = [CatalogClient(record, number, draw) for number, draw in enumerate(draws)]
-    for one in clients:
-        one.start()
-    try:
-        yield clients
-    finally:
-        for one in clients:
-            one.stopped.set()
-        for one in clients:
-            one.close()
-
-
-def drive(
-    record: Record, plan: Plan, faults: Sequence[tuple[str, Callable[[], object]]]
-) -> Counter[str]:
-    """Makes faults evenly while clients send; returns their number by kind.
-
-    Args:
-        record: What the clients see.
-        plan: How much.
-        faults: Kinds of faults, in turn; each call returns when the fault is over.
-    """
-    end, made = time.monotonic() + plan.seconds, Counter[str]()
-
-    def sent(part: float) -> bool:
-        number = len(record.operations) + len(record.events)
-        return number >= part * plan.operations or time.monotonic() > end
-
-    with running_clients(record, plan.seed):
-        for number, (name, fail) in zip(range(plan.faults), cycle(faults), strict=False):
-            while not sent((number + 0.5) / plan.faults):
-                time.sleep(0.02)
-            if time.monotonic() > end:
-                break
-            fail()
-            made[name] += 1
-        while not sent(1.0):
-            time.sleep(0.02)
-    return made
-
-
 def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None) -> Seen:
     """Runs replicas on one Redis that writes each change to its disk before it answers.
 
@@ -271,36 +197,11 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
     bundles, folder = site.shelf(), site.scratch()
     random = np.random.default_rng(plan.seed)
     with ExitStack() as stack:
-        started = stack.enter_context(servers())
-        server, port = start_one_redis(folder, 0, *ALWAYS)
-        started.append(server)
-        proxies = [
-            stack.enter_context(FaultProxy(port, plan.seed + n)) for n in range(NUM_REPLICAS)
-        ]
-        stores = [f"redis://127.0.0.1:{one.port}/0" for one in proxies]
+        shared = stack.enter_context(FaultyRedis(folder, NUM_REPLICAS, random))
         swaps = {"bundles_dir": bundles, "admin_keys": [ADMIN_KEY], "kv_bytes": KV_BYTES}
         settings = {**swaps, **(settings or {})}
-        fleet = stack.enter_context(Fleet(site, bundles / "one", stores, settings))
+        fleet = stack.enter_context(Fleet(site, bundles / "one", shared.stores, settings))
         record = Record([one.url for one in fleet.replicas])
-
-        def replica() -> int:
-            return int(random.integers(NUM_REPLICAS))
-
-        def kill_redis() -> None:
-            nonlocal server
-            server.kill()
-            server.wait()
-            started.remove(server)
-            time.sleep(float(random.uniform(0.0, 1.5)))
-            server, _ = start_one_redis(folder, port, *ALWAYS)
-            started.append(server)
-
-        def break_network() -> None:
-            some = random.permutation(NUM_REPLICAS)[: int(random.integers(1, NUM_REPLICAS + 1))]
-            with ExitStack() as faults:
-                for number in some:
-                    faults.enter_context(proxies[number].fault(str(random.choice(NETWORK))))
-                time.sleep(float(random.uniform(0.5, 3.0)))
 
         following = cycle(ROLLED_OUT[plan.seed % 3 :] + ROLLED_OUT[: plan.seed % 3])
 
@@ -311,15 +212,18 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
 
         def load_all() -> None:
             fleet.bundle = bundles / next(following)
-            fleet.load_all(fleet.bundle, replica(), lambda: fleet.kill(replica()))
+            fleet.load_all(fleet.bundle, shared.replica(), lambda: fleet.kill(shared.replica()))
+
+        def stop() -> None:
+            fleet.pause(shared.replica(), float(random.uniform(0.5, 3)))
 
         faults = [
-            ("a replica is killed", lambda: fleet.kill(replica())),
-            ("the network of Redis fails", break_network),
-            ("Redis is killed", kill_redis),
-            ("a replica is stopped", lambda: fleet.pause(replica(), float(random.uniform(0.5, 3)))),
-            ("Redis is stopped", lambda: pause(server.pid, float(random.uniform(0.3, 3)))),
-            ("the network of Redis fails", break_network),
+            ("a replica is killed", lambda: fleet.kill(shared.replica())),
+            ("the network of Redis fails", lambda: shared.break_network(3.0)),
+            ("Redis is killed", lambda: shared.kill(1.5)),
+            ("a replica is stopped", stop),
+            ("Redis is stopped", shared.stop),
+            ("the network of Redis fails", lambda: shared.break_network(3.0)),
         ]
         rollouts = [
             ("a rollout", roll_out),
@@ -327,9 +231,9 @@ def on_one_redis(site: Site, plan: Plan, settings: dict[str, Any] | None = None)
         ]
         # Two rollouts for each ten other faults.
         faults = [*faults[:2], rollouts[0], *faults[2:4], rollouts[1], *faults[4:], *faults[:4]]
-        watch = stack.enter_context(closing(LogWatch(port)))
+        watch = stack.enter_context(closing(LogWatch(shared.port)))
         watch.start()
-        made = drive(record, plan, faults)
+        made = drive(_clients(record, plan.seed), record.count, plan, faults)
         return _judge(fleet, record, made, watch=watch)
 
 
@@ -343,10 +247,8 @@ def with_failovers(site: Site, plan: Plan, settings: dict[str, Any] | None = Non
     random = np.random.default_rng(plan.seed)
     with ExitStack() as stack:
         started = stack.enter_context(servers())
-        try:
+        with redis_or_not_run():
             address, _ = start_sentinel(folder, started)
-        except BaseException as why:  # pytest's skip and fail are no Exceptions
-            raise _no_redis(why) from None
         sentinel = stack.enter_context(redis.Redis(port=int(address.rpartition(":")[2])))
         store = f"redis+sentinel://{address}/shop"
         fleet = stack.enter_context(
@@ -382,7 +284,8 @@ def with_failovers(site: Site, plan: Plan, settings: dict[str, Any] | None = Non
                 )
 
         made = drive(
-            record,
+            _clients(record, plan.seed),
+            record.count,
             plan,
             [
                 ("a failover from a primary without a replica", lambda: fail_over(cut=True)),
@@ -413,7 +316,7 @@ def _judge(
     return Seen(
         report=check_history(operations, dict.fromkeys(LIVE, HIDDEN), ends, log),
         record=record,
-        num_operations=len(record.operations) + len(record.events),
+        num_operations=record.count(),
         faults=faults,
         lost_events=lost,
         losses=fleet.losses,
@@ -477,6 +380,11 @@ def _agree(fleet: Fleet) -> bool:
     return len(found) == 1
 
 
+def _clients(record: Record, seed: int) -> list[CatalogClient]:
+    draws = np.random.default_rng(seed).spawn(NUM_CLIENTS)
+    return [CatalogClient(record, number, draw) for number, draw in enumerate(draws)]
+
+
 def _num_changes(record: Record, first: int) -> int:
     """Returns the number of acknowledged changes from an operation on."""
     return sum(one.changes and one.result is Result.OK for one in record.operations[first:])
@@ -491,20 +399,6 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
-
-
-def start_one_redis(folder: Path, port: int, *more: str) -> Any:
-    """Starts a redis-server; returns it and its port. Raises NotRun without one."""
-    try:
-        return start_redis(folder, port, *more)
-    except BaseException as why:  # pytest's skip and fail are no Exceptions
-        raise _no_redis(why) from None
-
-
-def _no_redis(why: BaseException) -> BaseException:
-    if isinstance(why, (KeyboardInterrupt, RuntimeError)):
-        return why
-    return NotRun("no redis-server on this machine")
 
 
 def _port(server: Any) -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 
-from benchmarks.campaign.catalog_fleet import ALWAYS, NETWORK, Fleet, Plan, pause, start_one_redis
-from benchmarks.campaign.fault_proxy import FaultProxy
+from benchmarks.campaign.catalog_fleet import Fleet
+from benchmarks.campaign.fleet_faults import FaultyRedis, Plan, drive
 from benchmarks.campaign.site import Site
 from recserve.experiments.experiment import Experiment
 from recserve.experiments.settings import parse_experiments
@@ -24,7 +23,6 @@ from recserve.experiments.shared_state import EVERY_S, LEASE_S
 from recserve.experiments.tallies import user_group
 from recserve.schemas.experiments import ExperimentsResponse
 from recserve.server.experiments import open_board
-from tests.support.redis_server import servers
 
 NUM_REPLICAS, NUM_CLIENTS, NUM_USERS = 3, 8, 400
 ADMIN = "an-admin-key-of-the-campaign"
@@ -97,6 +95,10 @@ class Record:
     switches: list[Switch] = field(default_factory=list)
     kills: list[tuple[int, float]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+
+    def count(self) -> int:
+        """Number of answers and clicks."""
+        return len(self.answers) + len(self.clicks)
 
     def check_stops(self) -> list[str]:
         """Returns the answers of an arm that began after a stop and ended before a start."""
@@ -195,7 +197,7 @@ class Seen:
     @property
     def num_operations(self) -> int:
         """Answers and clicks."""
-        return len(self.record.answers) + len(self.record.clicks)
+        return self.record.count()
 
 
 class Clicker(threading.Thread):
@@ -278,103 +280,44 @@ class Clicker(threading.Thread):
         return answer
 
 
-@contextmanager
-def _clicking(record: Record, urls: Sequence[str], seed: int) -> Iterator[None]:
-    draws = np.random.default_rng(seed).spawn(NUM_CLIENTS)
-    clients = [Clicker(record, urls, draw) for draw in draws]
-    for one in clients:
-        one.start()
-    try:
-        yield
-    finally:
-        for one in clients:
-            one.stopped.set()
-        for one in clients:
-            one.close()
-
-
 def on_one_redis(site: Site, plan: Plan) -> Seen:
     """Runs replicas on one Redis that writes each change to its disk before it answers."""
     folder, random, record = site.scratch(), np.random.default_rng(plan.seed), Record()
     with ExitStack() as stack:
-        started = stack.enter_context(servers())
-        server, port = start_one_redis(folder, 0, *ALWAYS)
-        started.append(server)
-        proxies = [
-            stack.enter_context(FaultProxy(port, plan.seed + n)) for n in range(NUM_REPLICAS)
-        ]
-        stores = [f"redis://127.0.0.1:{one.port}/0" for one in proxies]
+        shared = stack.enter_context(FaultyRedis(folder, NUM_REPLICAS, random))
         settings = {"experiments": [SETTINGS], "admin_keys": [ADMIN]}
-        fleet = stack.enter_context(Fleet(site, site.bundle, stores, settings))
+        fleet = stack.enter_context(Fleet(site, site.bundle, shared.stores, settings))
         urls = [one.url for one in fleet.replicas]
 
-        def replica() -> int:
-            return int(random.integers(NUM_REPLICAS))
-
         def kill() -> None:
-            number = replica()
+            number = shared.replica()
             time.sleep(UNSENT_S)  # after a fault of Redis more is not sent
             record.kills.append((number, time.monotonic()))
             fleet.kill(number)
 
-        def kill_redis() -> None:
-            nonlocal server
-            server.kill()
-            server.wait()
-            started.remove(server)
-            time.sleep(float(random.uniform(0.0, 2.5)))
-            server, _ = start_one_redis(folder, port, *ALWAYS)
-            started.append(server)
-
-        def break_network() -> None:
-            some = random.permutation(NUM_REPLICAS)[: int(random.integers(1, NUM_REPLICAS + 1))]
-            with ExitStack() as faults:
-                for number in some:
-                    faults.enter_context(proxies[number].fault(str(random.choice(NETWORK))))
-                time.sleep(float(random.uniform(0.5, 4.0)))
-
         def switch() -> None:
-            with proxies[replica()].fault("hang"):  # one that is cut off must follow, too
+            with shared.proxies[shared.replica()].fault(
+                "hang"
+            ):  # one that is cut off must follow, too
                 record.switches.append(_switch(fleet, "stop", random))
                 time.sleep(LEASE_S + LABEL_S + 1.0)
             record.switches.append(_switch(fleet, "start", random))
 
-        faults: list[tuple[str, Callable[[], object]]] = [
+        def stop() -> None:
+            fleet.pause(shared.replica(), float(random.uniform(0.5, 4)))
+
+        faults = [
             ("a replica is killed", kill),
-            ("the network of Redis fails", break_network),
-            ("Redis is killed", kill_redis),
+            ("the network of Redis fails", lambda: shared.break_network(4.0)),
+            ("Redis is killed", lambda: shared.kill(2.5)),
             ("a stop and a start", switch),
-            ("a replica is stopped", lambda: fleet.pause(replica(), float(random.uniform(0.5, 4)))),
-            ("Redis is stopped", lambda: pause(server.pid, float(random.uniform(0.3, 3)))),
+            ("a replica is stopped", stop),
+            ("Redis is stopped", shared.stop),
         ]
-        made = _drive(record, urls, plan, faults)
-        return _judge(fleet, record, made, f"redis://127.0.0.1:{port}/0")
-
-
-def _drive(
-    record: Record,
-    urls: Sequence[str],
-    plan: Plan,
-    faults: Sequence[tuple[str, Callable[[], object]]],
-) -> Counter[str]:
-    """Makes faults evenly while clients send; returns their number by kind."""
-    end, made = time.monotonic() + plan.seconds, Counter[str]()
-
-    def sent(part: float) -> bool:
-        number = len(record.answers) + len(record.clicks)
-        return number >= part * plan.operations or time.monotonic() > end
-
-    with _clicking(record, urls, plan.seed):
-        for number, (name, fail) in zip(range(plan.faults), cycle(faults), strict=False):
-            while not sent((number + 0.5) / plan.faults):
-                time.sleep(0.02)
-            if time.monotonic() > end:
-                break
-            fail()
-            made[name] += 1
-        while not sent(1.0):
-            time.sleep(0.02)
-    return made
+        draws = np.random.default_rng(plan.seed).spawn(NUM_CLIENTS)
+        clients = [Clicker(record, urls, draw) for draw in draws]
+        made = drive(clients, record.count, plan, faults)
+        return _judge(fleet, record, made, f"redis://127.0.0.1:{shared.port}/0")
 
 
 def _switch(fleet: Fleet, change: str, random: np.random.Generator) -> Switch:

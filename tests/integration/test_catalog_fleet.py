@@ -5,7 +5,8 @@ A short version of check R25 of the campaign.
 
 import pytest
 
-from benchmarks.campaign.catalog_fleet import Plan, on_one_redis, with_failovers
+from benchmarks.campaign.catalog_fleet import on_one_redis, with_failovers
+from benchmarks.campaign.fleet_faults import Plan
 from benchmarks.campaign.site import Site
 
 pytestmark = pytest.mark.slow

@@ -5,8 +5,8 @@ A short version of check R26 of the campaign.
 
 import pytest
 
-from benchmarks.campaign.catalog_fleet import Plan
 from benchmarks.campaign.experiment_fleet import on_one_redis
+from benchmarks.campaign.fleet_faults import Plan
 from benchmarks.campaign.site import Site
 
 pytestmark = pytest.mark.slow

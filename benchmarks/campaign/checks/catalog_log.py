@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.campaign.catalog_fleet import Plan, Seen, on_one_redis, with_failovers
+from benchmarks.campaign.catalog_fleet import Seen, on_one_redis, with_failovers
 from benchmarks.campaign.catalog_histories import (
     CODES,
     END,
@@ -15,6 +15,7 @@ from benchmarks.campaign.catalog_histories import (
     Result,
 )
 from benchmarks.campaign.check import Budget, Figure, Finding, check
+from benchmarks.campaign.fleet_faults import Plan
 from benchmarks.campaign.site import Site
 
 OPERATIONS, FAULTS = 20_000, 40

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.campaign.catalog_fleet import Plan
 from benchmarks.campaign.check import Budget, Figure, Finding, check
 from benchmarks.campaign.experiment_fleet import Seen, on_one_redis
+from benchmarks.campaign.fleet_faults import Plan
 from benchmarks.campaign.site import Site
 
 OPERATIONS, FAULTS = 20_000, 40
