@@ -4,7 +4,7 @@ One writer at a time creates versions. A reader uses one immutable snapshot from
 
 A change takes this way:
 
-    put       _PutRequest validates the items and gives them vectors and semantic ids
+    put       PutRequest validates the items and gives them vectors and semantic ids
     commit    the journal stores the change set, then it makes the next version
     publish   the models get the new rows, then requests get the new snapshot
     fold      a thread makes new bases once many items have been inserted
@@ -26,24 +26,22 @@ that publishes the next one (`current`).
 
 from __future__ import annotations
 
-import datetime
 import logging
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
-from recserve.bounds import MAX_TIME_US, MIN_TIME_US, TIMES, format_time
 from recserve.bundle.bundle import Bundle
 from recserve.engine.build import EngineModels
 from recserve.engine.engine import Engine
@@ -58,8 +56,6 @@ from recserve.features.catalog.catalog_log import (
     PositionTaken,
     SharedLog,
 )
-from recserve.features.catalog.filters import CATEGORIES
-from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.new_items import IdAssigner, NewVectors
 from recserve.features.catalog.popularity import SavedCounts
 from recserve.features.catalog.versions import (
@@ -74,8 +70,7 @@ from recserve.features.catalog.versions import (
     restore_version,
 )
 from recserve.features.ranking.live_ranking import LiveRanking
-from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT, TIME_USE
-from recserve.features.vectors.text_encoder import unit
+from recserve.features.tables.items import TIME_USE
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.features.words import fold
 from recserve.files import UnreadableFile
@@ -85,21 +80,20 @@ from recserve.schemas.browse import DEFAULT_LISTED, ItemPage, ItemsQuery, Listed
 from recserve.schemas.items import (
     HideItemResponse,
     InvalidRequest,
-    ItemInput,
     ItemResponse,
     ItemsRequest,
     ItemsResponse,
-    Rejection,
     RollbackRequest,
     RollbackResponse,
 )
-from recserve.schemas.validation import converted
 from recserve.search.device_index import DeviceIndex
 from recserve.service.carried_items import OtherChanges
 from recserve.service.catalog_follower import CatalogFollower
-from recserve.service.errors import CatalogBehind, CatalogConflict, UnknownItem, UnknownVersion
-from recserve.service.history import EPOCH, MICROSECOND, History
+from recserve.service.errors import CatalogBehind, CatalogConflict, UnknownItem
+from recserve.service.history import History
+from recserve.service.put_request import MadeVector, PutRequest
 from recserve.service.snapshot import POPULAR, Snapshot
+from recserve.service.version_archive import VersionArchive
 
 if TYPE_CHECKING:
     from recserve.service.shared_popularity import SharedPopularity
@@ -111,10 +105,6 @@ T = TypeVar("T")
 MAX_INSERTED = 8_192
 # A page looks at this many items, which takes about 20 ms. Larger catalogues need several calls.
 MAX_SCANNED = 20_000
-# Versions in the archive, see `_VersionArchive`.
-MAX_NEWEST = 32
-MAX_OLDER = 120
-MIN_INTERVAL_S = 60.0
 # A change takes the next position of a shared log so often, until other servers were always faster.
 MAX_ATTEMPTS = 16
 SETTLE_S, SETTLE_PAUSE_S = 2.0, 0.05  # to find out whether a change is stored
@@ -127,7 +117,6 @@ UNKNOWN_REPLICAS = (
     "Redis has the change, but its reply was lost. It is not known whether a replica of Redis has "
     "the change too; if none has, a failover can lose it"
 )
-ITEM_FIELDS = frozenset(ItemInput.__struct_fields__)
 
 
 class LiveCatalog:
@@ -186,14 +175,14 @@ class LiveCatalog:
         )
         self._saved_at_s, self._saving = time.monotonic(), threading.Lock()
         self._counts_changed = False
-        self._archive = _VersionArchive(snapshot.items, snapshot.base_trie)
+        self._archive = VersionArchive(snapshot.items, snapshot.base_trie)
         self._folding: threading.Thread | None = None
         self._condensing: threading.Thread | None = None
         self._lineage = 0
         self._shared: SharedLog | None = None
         self._pending: list[ChangeSet] = []  # of other bundles, not carried over yet
         self._assigned = 0  # last position of other bundles that was carried over
-        self._made: dict[str, _MadeVector] = {}  # vectors of `_pending`
+        self._made: dict[str, MadeVector] = {}  # vectors of `_pending`
         self.follower: CatalogFollower | None = None
         if journal is not None and journal.shared:
             self._shared = cast(SharedLog, journal)
@@ -547,13 +536,13 @@ class LiveCatalog:
 
     def _put(self, body: ItemsRequest, added_at: Mapping[str, int | None]) -> ItemsResponse:
         tools, now_us = self.open_tools(), self.clock()
-        made: dict[str, _MadeVector] = {}
+        made: dict[str, MadeVector] = {}
         request, changes, before = None, list[ItemChange](), self.current
 
         def make(current: Snapshot) -> ChangeSet | None:
             nonlocal request, changes, before
             before = current
-            request = _PutRequest(current, tools, now_us, added_at, made)
+            request = PutRequest(current, tools, now_us, added_at, made)
             changes = request.read(body.items)
             own = self._with_embeddings(changes, current.items)
             return ChangeSet(current.items.number + 1, changes=own) if changes else None
@@ -756,7 +745,7 @@ class LiveCatalog:
         follower, items = self.follower, self.current.items
         assert follower is not None
         tools, bodies = self.open_tools(), wanted.bodies(items, self.embedding_size(), override)
-        request = _PutRequest(self.current, tools, self.clock(), wanted.added_at, self._made)
+        request = PutRequest(self.current, tools, self.clock(), wanted.added_at, self._made)
         changes, hidden = tuple(request.read(bodies)), wanted.to_hide(items)
         if override and not changes and not hidden:
             return True
@@ -1099,374 +1088,7 @@ def _contains(items: CatalogVersion, row: int, text: str) -> bool:
     return text in fold(title) or text in fold(items.item_id(row))
 
 
-@dataclass
-class _PendingChange:
-    """A change that does not have its vector or its semantic id yet.
-
-    Attributes:
-        index: Position of the item in the request.
-        row: Current row of the item; -1 for a new item.
-        record: Title, categories, attributes and times after the change.
-        vector: [F] the item's new vector; None if the vector does not change.
-        codes: [L] its semantic id; None until it is assigned.
-    """
-
-    index: int
-    row: int
-    record: ItemRecord
-    vector: np.ndarray | None
-    codes: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class _MadeVector:
-    """A vector that was made for a new item without an embedding.
-
-    Attributes:
-        record: The item's record, from which it was made.
-        vector: [F] the vector.
-        reason: Why it is approximate; empty if it is not.
-    """
-
-    record: ItemRecord
-    vector: np.ndarray
-    reason: str
-
-
-class _PutRequest:
-    """Turns the items of a PUT request into changes; each item is validated on its own.
-
-    Attributes:
-        snapshot: The catalogue version that the changes apply to.
-        tools: Makes vectors for items that come without an embedding, and assigns semantic ids.
-            None: no item gets another id, and there are no new items.
-        now_us: Time of the request in microseconds since 1970.
-        added_at: Times of addition of items that another catalogue had before, by id.
-        rejected: Items that the request cannot change, with the reason.
-        degraded: Items that got an approximate vector, with the reason.
-        made: Vectors of new items, by id. They stay when the request is read again.
-    """
-
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        tools: tuple[NewVectors, IdAssigner] | None,
-        now_us: int,
-        added_at: Mapping[str, int | None],
-        made: dict[str, _MadeVector],
-    ) -> None:
-        self.snapshot = snapshot
-        self.tools = tools
-        self.now_us = now_us
-        self.added_at = added_at
-        self.made = made
-        self.rejected: list[Rejection] = []
-        self.degraded: list[Rejection] = []
-        self._changes: dict[str, _PendingChange] = {}
-
-    def read(self, items: Sequence[dict[str, Any]]) -> list[ItemChange]:
-        """Returns the changes of all valid items, in request order; the others are `rejected`."""
-        bodies: dict[int, ItemInput] = {}
-        for index, raw in enumerate(items):
-            try:
-                # The fields that the schema names; all other fields are attributes.
-                bodies[index] = converted(
-                    {name: value for name, value in raw.items() if name in ITEM_FIELDS}, ItemInput
-                )
-            except ValueError as error:
-                self._reject(index, str(error))
-        rows = self.snapshot.items.rows_by_key([body.item_id for body in bodies.values()])
-        for (index, body), row in zip(bodies.items(), rows, strict=True):
-            try:
-                change = self._check_item(index, body, items[index], row)
-            except ValueError as error:
-                self._reject(index, str(error))
-            else:
-                self._changes[body.item_id] = change
-        self._make_vectors()
-        self._assign_ids()
-        return [ItemChange(c.record, c.vector, c.codes) for c in self._changes.values()]
-
-    def _check_item(
-        self, index: int, body: ItemInput, raw: dict[str, Any], row: int
-    ) -> _PendingChange:
-        """Raises ValueError with a message for the client."""
-        if body.item_id in self._changes:
-            raise ValueError(f"item {body.item_id[:80]!r} occurs twice in this request")
-        items = self.snapshot.items
-        if self.tools is None and (row < 0 or body.embedding is not None):
-            name = "item_id" if row < 0 else "embedding"
-            raise ValueError(
-                f"{name}: the bundle was imported and cannot give an item a semantic id; only "
-                "items of the import can change. Import again with this item and its id"
-            )
-        items.check_key(body.item_id, row)
-        new = ItemRecord(
-            body.item_id, "", [], {}, added_at=self.added_at.get(body.item_id, self.now_us)
-        )
-        record = items.record(row) if row >= 0 else new
-        others = {name: value for name, value in raw.items() if name not in ITEM_FIELDS}
-        given = {**others, **body.attributes}
-        updated = check_attributes(given, items.log.schema)
-        retained = {k: v for k, v in record.attributes.items() if given.get(k, v) is not None}
-        record = ItemRecord(
-            body.item_id,
-            record.title if body.title is UNSET else body.title or "",
-            record.categories if body.categories is UNSET else body.categories or [],
-            {**retained, **updated},
-            _time_us(AVAILABLE_FROM, body.available_from, record.available_from),
-            _time_us(EXPIRES_AT, body.expires_at, record.expires_at),
-            record.added_at,
-        )
-        first, last = record.available_from, record.expires_at
-        if first is not None and last is not None and first >= last:
-            raise ValueError(
-                f"{EXPIRES_AT}: expected a time after {AVAILABLE_FROM}, which is "
-                f"{format_time(first)}, got {format_time(last)}"
-            )
-        return _PendingChange(index, row, record, self._check_embedding(body.embedding, row))
-
-    def _check_embedding(self, embedding: Sequence[float] | None, row: int) -> np.ndarray | None:
-        """Returns the [F] vector of an embedding; None if there is none or it does not change."""
-        if embedding is None or self.tools is None:
-            return None
-        vectors = self.tools[0]
-        given = np.array(embedding, dtype=np.float32)
-        sizes = vectors.sizes
-        if given.size not in sizes:
-            wanted = " or ".join(map(str, sizes))
-            raise ValueError(f"embedding: expected {wanted} numbers, got {given.size}")
-        if not np.isfinite(given).all():
-            raise ValueError("embedding: holds a number that is not finite in single precision")
-        with np.errstate(over="ignore"):
-            too_long = vectors.raw and not np.isfinite(np.linalg.norm(given))
-        if too_long:  # other embeddings are scaled to length 1
-            raise ValueError("embedding: its length is not finite in single precision")
-        if given.size < sizes[0]:
-            vector = vectors.of_content(given[None])[0]
-        else:
-            vector = given if vectors.raw else unit(given[None])[0]
-        if row >= 0 and np.array_equal(self.snapshot.items.vectors[row], vector):
-            return None
-        return np.asarray(vector)
-
-    def _make_vectors(self) -> None:
-        """Makes the vectors of new items that came without an embedding.
-
-        They come from an item's text, or else from other items of the same categories. A hidden
-        item whose semantic id has been reused keeps its vector and gets a new id.
-        """
-        items, new = self.snapshot.items, list[_PendingChange]()
-        for change in self._changes.values():
-            if change.vector is None and change.row < 0:
-                earlier = self.made.get(change.record.item_id)
-                if earlier is not None and earlier.record == change.record:
-                    self._take_vector(change, earlier)
-                else:
-                    new.append(change)
-            elif change.vector is None and items.has_lost_id(change.row):
-                change.vector = np.asarray(items.vectors[change.row])
-        if not new or self.tools is None:
-            return
-        makes = self.tools[0]
-        content = makes.of_text([change.record for change in new])
-        made = None if content is None else makes.of_content(content)
-        for number, change in enumerate(new):
-            if made is not None and content is not None and content[number].any():
-                vector, reason = made[number], ""
-            else:
-                vector = makes.of_categories(change.record.categories, self._rows_of_path)
-                reason = "no embedding and no known word; its vector comes from its categories only"
-                if not vector.any():
-                    reason = "no embedding, known word or category; its position is arbitrary"
-            self._take_vector(change, _MadeVector(change.record, vector, reason))
-
-    def _take_vector(self, change: _PendingChange, made: _MadeVector) -> None:
-        """Gives a made vector to a new item."""
-        self.made[change.record.item_id] = made
-        change.vector = made.vector
-        if made.reason:
-            self.degraded.append(Rejection(index=change.index, reason=made.reason))
-
-    def _assign_ids(self) -> None:
-        """Gives a semantic id to each item with a new vector, or rejects the item."""
-        moving = [change for change in self._changes.values() if change.vector is not None]
-        if not moving or self.tools is None:
-            return
-        vectors = np.stack([change.vector for change in moving if change.vector is not None])
-        rows = [change.row for change in moving]
-        kept = [change.row for change in self._changes.values() if change.vector is None]
-        ids = self.tools[1].assign(self.snapshot.items, vectors, rows, kept)
-        for change, new_id in zip(moving, ids, strict=True):
-            if new_id is None:
-                self._reject(change.index, "all semantic ids of the catalogue are taken")
-                del self._changes[change.record.item_id]
-                continue
-            change.codes = new_id.codes
-            if new_id.is_far:
-                reason = "the semantic ids near this item are taken; it got one farther away"
-                self.degraded.append(Rejection(index=change.index, reason=reason))
-
-    def _rows_of_path(self, path: str) -> np.ndarray:
-        return np.flatnonzero(self.snapshot.filters.evaluate({"eq": [CATEGORIES, path]}))
-
-    def _reject(self, index: int, reason: str) -> None:
-        self.rejected.append(Rejection(index=index, reason=reason))
-
-
 def _conflict() -> CatalogConflict:
     return CatalogConflict(
         f"other servers changed items {MAX_ATTEMPTS} times meanwhile; send the change again"
     )
-
-
-def _time_us(
-    name: str, given: datetime.datetime | None | UnsetType, before: int | None
-) -> int | None:
-    """Returns a time of an item in microseconds since 1970, or None. Raises ValueError."""
-    if given is UNSET or given is None:
-        return before if given is UNSET else None
-    time_us = (given - EPOCH) // MICROSECOND
-    if not MIN_TIME_US <= time_us < MAX_TIME_US:
-        raise ValueError(f"{name}: expected {TIMES}, or null for no time, got {given.isoformat()}")
-    return time_us
-
-
-@dataclass(frozen=True)
-class _ArchivedVersion:
-    """A catalogue version in the archive.
-
-    Attributes:
-        items: The version.
-        base_trie: Base trie of this version or of an earlier one.
-        since_s: Time at which a log of several servers stored the version, so that all of them can
-            restore the same ones; else the clock value at which it was published.
-    """
-
-    items: CatalogVersion
-    base_trie: Trie
-    since_s: float
-
-
-class _VersionArchive:
-    """The versions that a rollback can restore: dense for recent times, sparse before.
-
-    The archive holds three groups of versions:
-
-    - the version of the bundle, always;
-    - the MAX_NEWEST newest versions;
-    - at most MAX_OLDER earlier versions, published at least MIN_INTERVAL_S apart. They reach two
-      hours back when change sets arrive without a pause. Of a log of several servers it is the
-      first version in each MIN_INTERVAL_S of the clock, behind the snapshot of the log.
-
-    A version stores only the changes since the bundle. An older version gives up what it does not
-    share with later ones:
-
-    - its own base trie, which holds the whole catalogue; it uses the bundle's;
-    - its log, which also holds the earlier records of each item; it gets one with the latest only.
-
-    Attributes:
-        bundle: The version of the bundle.
-    """
-
-    def __init__(
-        self,
-        items: CatalogVersion,
-        base_trie: Trie,
-        now: Callable[[], float] = time.monotonic,
-        compact: Callable[[CatalogVersion], CatalogVersion] = compact_log,
-    ) -> None:
-        """Starts an archive with the version of the bundle.
-
-        Args:
-            items: The version of the bundle.
-            base_trie: Trie of the bundle.
-            now: Clock in seconds.
-            compact: Returns a version with the same content and a short log.
-        """
-        self._now, self._compact = now, compact
-        self.bundle = _ArchivedVersion(items, base_trie, now())
-        self._newest: OrderedDict[str, _ArchivedVersion] = OrderedDict()
-        self._older: OrderedDict[str, _ArchivedVersion] = OrderedDict()
-        self._left_s = 0.0  # time of the version that left the newest ones last
-
-    def add(self, items: CatalogVersion, base_trie: Trie) -> None:
-        """Adds the newest version, or replaces it after its base trie has changed.
-
-        Args:
-            items: The version.
-            base_trie: Base trie of this version or of an earlier one.
-        """
-        if not items.number:  # after the loss of a log; it is the version of the bundle
-            return
-        since_s = items.time_ms / 1e3 if items.epoch else self._now()
-        self._newest[items.name] = _ArchivedVersion(items, base_trie, since_s)
-        while len(self._newest) > MAX_NEWEST:
-            name, version = self._newest.popitem(last=False)
-            if self._stays(version):
-                items = self._compact(version.items)
-                self._older[name] = _ArchivedVersion(items, self.bundle.base_trie, version.since_s)
-        while len(self._older) > MAX_OLDER:
-            self._older.popitem(last=False)
-
-    def get(self, name: str) -> _ArchivedVersion:
-        """Returns a version by name.
-
-        Raises:
-            UnknownVersion: If the archive does not have it; the message names the nearest versions.
-        """
-        for versions in (self._newest, self._older):
-            if name in versions:
-                return versions[name]
-        if name == self.bundle.items.name:
-            return self.bundle
-        raise UnknownVersion(
-            f"catalog_version {name[:80]!r} is unavailable; {self._name_nearest(name)}"
-        )
-
-    def _stays(self, version: _ArchivedVersion) -> bool:
-        """Whether a version stays when it leaves the newest ones.
-
-        Of a log of several servers, the first one in each interval of the clock stays. So all
-        servers have the same ones, wherever in the log they began.
-        """
-        before_s, self._left_s = self._left_s, version.since_s
-        if version.items.epoch:
-            return version.since_s // MIN_INTERVAL_S != before_s // MIN_INTERVAL_S
-        last = next(reversed(self._older.values()), self.bundle)
-        return version.since_s - last.since_s >= MIN_INTERVAL_S
-
-    def oldest(self, recent: bool) -> CatalogVersion:
-        """Returns the oldest version behind the bundle, or the oldest of the newest ones."""
-        versions = self._newest if recent or not self._older else self._older
-        return next(iter(versions.values()), self.bundle).items
-
-    def start_at(self, number: int) -> None:
-        """Drops what a server cannot restore that began with the snapshot of a version.
-
-        It has the version itself only while it is one of the newest ones.
-        """
-        for versions, first in ((self._older, number + 1), (self._newest, number)):
-            while versions and next(iter(versions.values())).items.number < first:
-                versions.popitem(last=False)
-
-    def clear(self) -> None:
-        """Drops all versions except that of the bundle."""
-        self._newest.clear()
-        self._older.clear()
-        self._left_s = 0.0
-
-    def __len__(self) -> int:
-        return len({self.bundle.items.name, *self._newest, *self._older})
-
-    def _name_nearest(self, name: str) -> str:
-        versions = [self.bundle, *self._older.values(), *self._newest.values()]
-        versions.sort(key=lambda version: version.items.number)
-        asked = VersionName.parse(name)
-        if asked is None or asked.bundle != self.bundle.items.name or not asked.number:
-            oldest, newest = versions[0].items.name, versions[-1].items.name
-            return f"there are {len(self)} versions, from {oldest} to {newest}"
-        number = asked.number
-        before = [version for version in versions if version.items.number < number][-1:]
-        after = [version for version in versions if version.items.number > number][:1]
-        return "the nearest are " + " and ".join(v.items.name for v in before + after)

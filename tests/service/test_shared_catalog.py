@@ -20,7 +20,13 @@ from recserve.features.catalog.catalog_log import JournalError
 from recserve.features.catalog.versions import VersionName, difference
 from recserve.schemas.items import RecommendRequest, RollbackRequest
 from recserve.server.context import MIN_VERSION_HEADER
-from recserve.service import Service, ServiceOptions, catalog_follower, live_catalog
+from recserve.service import (
+    Service,
+    ServiceOptions,
+    catalog_follower,
+    live_catalog,
+    version_archive,
+)
 from recserve.service.errors import (
     CatalogBehind,
     CatalogConflict,
@@ -293,8 +299,8 @@ def test_all_servers_have_one_catalogue_whatever_happens(
 
     The servers have one bundle or two.
     """
-    monkeypatch.setattr(live_catalog, "MAX_NEWEST", 6)
-    monkeypatch.setattr(live_catalog, "MIN_INTERVAL_S", 0.05)
+    monkeypatch.setattr(version_archive, "MAX_NEWEST", 6)
+    monkeypatch.setattr(version_archive, "MIN_INTERVAL_S", 0.05)
     folder = shelf(tmp_path)
     bundles = [folder / bundle for bundle in bundles]
     drawn = Draw(fleet, bundles, seed, losses)

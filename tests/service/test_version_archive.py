@@ -10,14 +10,13 @@ import pytest
 
 from recserve.features.catalog.versions import difference
 from recserve.schemas.items import RollbackRequest
-from recserve.service import live_catalog as live_catalog_module
-from recserve.service import live_catalog as module
+from recserve.service import live_catalog, version_archive
 from recserve.service.errors import UnknownVersion
-from recserve.service.live_catalog import (
+from recserve.service.version_archive import (
     MAX_NEWEST,
     MAX_OLDER,
     MIN_INTERVAL_S,
-    _VersionArchive,
+    VersionArchive,
 )
 from tests.support.grids import chosen
 from tests.support.live_catalogues import base_of, item_like, put, scores, slate
@@ -34,7 +33,7 @@ def version(number):
 def filled(count, every_s):
     """Versions 1 to count, one every so many seconds, each over a base of its own."""
     clock = [0.0]
-    kept = _VersionArchive(version(0), Base(), lambda: clock[0], lambda items: items)
+    kept = VersionArchive(version(0), Base(), lambda: clock[0], lambda items: items)
     bases = []
     for number in range(1, count + 1):
         clock[0] += every_s
@@ -85,13 +84,13 @@ def test_the_error_names_the_nearest():
 
 def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monkeypatch):
     """Behind a fold, whose base it does not hold; items come, go and move in between."""
-    monkeypatch.setattr(module, "MAX_NEWEST", 1)
-    monkeypatch.setattr(module, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(version_archive, "MAX_NEWEST", 1)
+    monkeypatch.setattr(version_archive, "MIN_INTERVAL_S", 0.0)
     ids = base_of(service).items.ids
     put(service, *[item_like(service, f"a{n}", 7 * n) for n in range(4)])
     wanted = put(service, {"item_id": ids[2], "embedding": base_of(service).vectors[9].tolist()})
     expected = scores(slate(service))
-    monkeypatch.setattr(live_catalog_module, "MAX_INSERTED", 5)
+    monkeypatch.setattr(live_catalog, "MAX_INSERTED", 5)
     put(service, *[item_like(service, f"b{n}", 5 * n) for n in range(4)])
     service.catalog._folding.join()
     service.hide_item("a1")
@@ -105,8 +104,8 @@ def test_a_version_of_long_ago_is_restored_over_the_bundle_s_trie(service, monke
 
 
 def test_a_version_of_long_ago_holds_no_record_that_was_replaced(service, monkeypatch):
-    monkeypatch.setattr(module, "MAX_NEWEST", 1)
-    monkeypatch.setattr(module, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(version_archive, "MAX_NEWEST", 1)
+    monkeypatch.setattr(version_archive, "MIN_INTERVAL_S", 0.0)
     put(service, item_like(service, "a"))
     for number in range(20):
         wanted = put(service, {"item_id": "a", "title": f"title {number}"})
