@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.bundle.kept_ids import KeptIds, keep_ids, open_version, with_live_items
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.filters import ItemFilters
 from recserve.features.catalog.semantic_ids import CodeReport, SemanticIds, build_semantic_ids
@@ -71,6 +72,10 @@ class BuildOptions:
             of one file alone: `items`, `events` or `embeddings`.
         event_kinds: Kinds of the event types. Only positive events train and count.
         event_weights: How much events count. Without entries each positive event counts 1.
+        ids_from: Older bundle whose items keep vectors and semantic ids. Its quantiser and text
+            encoder make those of new items. None makes all anew.
+        journal: Folder of item changes of that bundle. Items that only it has become items of the
+            new bundle.
 
     Raises:
         ValueError: If an option is out of range. The message names option, bound and value.
@@ -92,6 +97,8 @@ class BuildOptions:
     split: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
     event_kinds: EventKinds = EventKinds()
+    ids_from: Path | None = None
+    journal: Path | None = None
     event_weights: EventWeights = EventWeights()
 
     def __post_init__(self) -> None:
@@ -121,6 +128,8 @@ class BuildOptions:
             self.columns, tables if self.embeddings is None else tables | {"embeddings": VECTORS}
         )
         self.event_weights.check_kinds(self.event_kinds)
+        if self.journal is not None and self.ids_from is None:
+            raise ValueError("journal has item changes of an older bundle; set ids_from to it")
         if self.embeddings is None and not self.text_dim and not self.collaborative_dim:
             raise ValueError("text_dim and collaborative_dim are both 0: an item needs a vector")
 
@@ -210,6 +219,14 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         raise type(wrong)("\n".join([str(wrong), *others])) from wrong
     for line in (*_column_lines(bad_items, ItemFilters(items).fields), *bad_items.lines()):
         log(line)
+    old = version = None
+    if options.ids_from is not None:
+        old = Bundle.open(options.ids_from)
+        options = replace(options, **_kept_options(old))
+        version, num_items = open_version(old, options.journal), len(items)
+        items = with_live_items(items, version)
+        if len(items) > num_items:
+            log(f"{options.journal}: {len(items) - num_items} items that {options.items} lacks")
     events, bad_events = read_events(
         options.events,
         items,
@@ -242,10 +259,20 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
             f"{options.events}: all training events have the weight 0, so there is nothing to "
             "train on; give a type a higher one with --weight TYPE=WEIGHT"
         )
-    encoder, vectors = _vectors(options, items, bad_items, train)
+    kept = None
+    if old is not None and version is not None:
+        content = None
+        if options.embeddings is not None:
+            known = items.ids[: bad_items.kept_rows.size]
+            content = read_vectors(options.embeddings, known, bad_items, options.columns)
+        kept = keep_ids(old, version, items, content)
+        log(f"{len(items) - kept.num_new} items keep their ids, {kept.num_new} are new")
+        encoder, vectors = kept.encoder, kept.vectors
+    else:
+        encoder, vectors = _vectors(options, items, bad_items, train)
     for line in () if encoder is None else _unknown_lines(bad_items.file, items, encoder):
         log(line)
-    bundle, index, codes_report, lost = _write(options, items, events, encoder, vectors, log)
+    bundle, index, codes_report, lost = _write(options, items, events, encoder, vectors, log, kept)
     report = BuildReport(
         out,
         bundle.manifest.catalog_version,
@@ -310,8 +337,9 @@ def _write(
     encoder: TextEncoder | None,
     vectors: np.ndarray,
     log: Callable[[str], None],
+    kept: KeptIds | None = None,
 ) -> tuple[Bundle, SemanticIds, CodeReport, float]:
-    """Quantises the vectors and writes the bundle.
+    """Quantises the vectors, unless ids are kept, and writes the bundle.
 
     Returns:
         The bundle, its semantic ids, the report on them, and the share of the variance that they
@@ -320,10 +348,15 @@ def _write(
     popularity = _positive_events(options, events).leave_one_out().train.popularity(len(items))
     sizes = options.codebook_sizes(len(items))
     gpu = _gpu(options.device)
-    quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed, gpu)
-    codes = quantizer.encode(vectors, gpu)
+    if kept is None:
+        quantizer = fit_quantizer(options.quantizer, vectors, sizes, options.seed, gpu)
+        codes = quantizer.encode(vectors, gpu)
+    else:
+        quantizer, codes = kept.quantizer, kept.stems
     lost = reconstruction_error(vectors, quantizer.decode(codes))
     index, report = build_semantic_ids(items.ids, codes, quantizer.codebook_sizes, popularity)
+    if kept is not None:
+        index = kept.index
     log(f"vectors of {vectors.shape[1]} dimensions, {lost:.1%} of their variance lost in the codes")
     for line in report.lines():
         log(line)
@@ -337,6 +370,15 @@ def _write(
         pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
         bundle.commit("build", _record(options, events, report, lost))
     return Bundle.open(options.out), index, report, lost
+
+
+def _kept_options(old: Bundle) -> dict[str, Any]:
+    """Returns the options that belong to vectors and ids, as an older bundle was built."""
+    recorded = old.manifest.build
+    codes = recorded.get("codes")
+    wanted = ("quantizer", "levels", "text_dim", "collaborative_dim", "collaborative_weight")
+    kept = {name: recorded[name] for name in wanted if name in recorded}
+    return kept | {"codes": tuple(codes) if isinstance(codes, list) else codes}
 
 
 def _positive_events(options: BuildOptions, events: EventLog) -> EventLog:
@@ -453,7 +495,7 @@ def _record(
         name: value
         for name, value in asdict(options).items()
         if name not in ("items", "events", "out", "embeddings", "columns", "event_kinds")
-        and name != "event_weights"
+        and name not in ("event_weights", "ids_from", "journal")
     }
     recorded["device"] = "cpu" if _gpu(options.device) is None else "cuda"
     # A bundle without other kinds is the same as before there were kinds.

@@ -178,7 +178,8 @@ def export(
 
     since_us = None if since is None else moment(since, "--since")
     with _service(bundle, store, "cpu") as service:
-        done = export_events(service.histories, out, since_us)
+        events, items = service.histories, service.catalog.current.items
+        done = export_events(events.store, events.types, items, out, since_us)
     typer.echo(f"{done.num_events} events of {done.num_users} users in {out}")
     for number, reason in (
         (done.num_unknown, "events left out: the catalogue does not know their item"),

@@ -54,6 +54,13 @@ def build(
     device: Annotated[
         Device, typer.Option(help="Where vectors are clustered; codes may differ between devices.")
     ] = "cpu",
+    ids_from: Annotated[
+        Path | None,
+        typer.Option(help="Older bundle: its items keep their ids, new ones get ids of its kind."),
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="With --ids-from: add the items of this journal folder.")
+    ] = None,
     on_bad_rows: Annotated[
         Literal["error", "skip"], typer.Option(help="What to do with unusable rows.")
     ] = "error",
@@ -103,6 +110,8 @@ def build(
         codes=None if codes is None else _codes(codes),
         seed=seed,
         device=device,
+        ids_from=ids_from,
+        journal=journal,
         on_bad_rows=on_bad_rows,
         split=pairs(split, "--split", "NAME=SEPARATOR"),
         columns=column_names(column),

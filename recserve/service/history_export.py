@@ -11,8 +11,9 @@ import pyarrow as pa
 
 from recserve.bounds import MAX_ID_LENGTH, MIN_TIME_US
 from recserve.features.catalog.versions import CatalogVersion
+from recserve.features.history.history import HistoryStore
 from recserve.features.tables.event_files import KIND, SCHEMA, TIME
-from recserve.service.histories import Histories
+from recserve.service.event_types import EventTypes
 from recserve.service.parquet_log import LogFiles
 
 USERS_PER_READ = 1000
@@ -38,11 +39,19 @@ class ExportReport:
     num_damaged: int
 
 
-def export_events(histories: Histories, out: Path, since_us: int | None = None) -> ExportReport:
+def export_events(
+    store: HistoryStore,
+    types: EventTypes,
+    items: CatalogVersion,
+    out: Path,
+    since_us: int | None = None,
+) -> ExportReport:
     """Writes the stored events of all users to a folder.
 
     Args:
-        histories: The histories of a service.
+        store: The store.
+        types: Names of its event types.
+        items: The items whose events are exported.
         out: The folder. It is created, and may hold an event log.
         since_us: Time in microseconds since 1970 of the oldest events; None exports all.
 
@@ -50,8 +59,7 @@ def export_events(histories: Histories, out: Path, since_us: int | None = None) 
         ListingUnsupported: If the store cannot list its users.
         StoreUnavailable: If the store does not answer.
     """
-    store, files = histories.store, LogFiles(out, 1 << 62, {KIND: SCHEMA}, "user_id")
-    items = histories.catalog.current.items
+    files = LogFiles(out, 1 << 62, {KIND: SCHEMA}, "user_id")
     received = time.time_ns() // 1000
     seen: set[str] = set()
     tables: list[pa.Table] = []
@@ -75,7 +83,7 @@ def export_events(histories: Histories, out: Path, since_us: int | None = None) 
             num_unknown += int(np.count_nonzero(~known))
             if not known.any():
                 continue
-            tables.append(_rows(histories, user_id, dated[known], items, received))
+            tables.append(_rows(types, user_id, dated[known], items, received))
             num_users += 1
             num_rows += tables[-1].num_rows
             if sum(table.num_rows for table in tables) >= ROWS_PER_FILE:
@@ -90,7 +98,7 @@ def export_events(histories: Histories, out: Path, since_us: int | None = None) 
 
 
 def _rows(
-    histories: Histories, user_id: str, stored: np.ndarray, items: CatalogVersion, received: int
+    types: EventTypes, user_id: str, stored: np.ndarray, items: CatalogVersion, received: int
 ) -> pa.Table:
     """Returns stored events as rows of an event log."""
     count, rows = len(stored), items.rows_of_keys(stored["item_key"]).tolist()
@@ -99,7 +107,7 @@ def _rows(
         "user_id": pa.array([user_id] * count),
         "item_id": pa.array([items.item_id(row) for row in rows]),
         "timestamp": pa.array(stored["time_us"]).cast(TIME),
-        "type": pa.array(histories.types.names(stored["type"])),
+        "type": pa.array(types.names(stored["type"])),
         "value": pa.array(stored["value"].astype(np.float64)),
         "event_id": pa.nulls(count, pa.string()),
         "event_key": pa.array(stored["event_key"]),

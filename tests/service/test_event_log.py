@@ -41,6 +41,11 @@ def life(draw, items, num_events):
     return [events[i : i + 7] for i in range(0, len(events), 7)]
 
 
+def export_all(service, out):
+    events = service.histories
+    return export_events(events.store, events.types, service.catalog.current.items, out)
+
+
 def stored(service, users=USERS):
     """Returns all events of some users as a sorted list."""
     return sorted(
@@ -96,7 +101,7 @@ def test_logs_of_two_servers_hold_what_the_store_has(tmp_path, seed, door):
         expected = stored(service)
         assert len(expected) > 20
         assert read_back(folder, service) == expected
-        done = export_events(service.histories, tmp_path / "export")
+        done = export_all(service, tmp_path / "export")
         assert done.num_users >= 2
         assert read_back(tmp_path / "export", service) == expected
         both = read_back([folder, tmp_path / "export"], service)
@@ -132,7 +137,7 @@ def test_a_store_without_a_list_of_users_cannot_be_exported(tmp_path, monkeypatc
     with opened(tmp_path) as service:
         monkeypatch.setattr(type(service.histories.store), "users", HistoryStore.users)
         with pytest.raises(RuntimeError, match="cannot list its users"):
-            export_events(service.histories, tmp_path / "out")
+            export_all(service, tmp_path / "out")
 
 
 def test_a_full_buffer_counts_what_it_drops(tmp_path, monkeypatch):
