@@ -20,6 +20,7 @@ from recserve.cli import (
     experiment_admin,
     experiments,
     fleet,
+    retrain,
     serve,
     train,
 )
@@ -39,6 +40,7 @@ for command in (
     serve.demo,
     bundles.build,
     bundles.evaluate,
+    retrain.retrain,
     serve.serve,
     serve.scale,
     answers.recommend,

@@ -44,26 +44,26 @@ def load(
     """Load another bundle into a running server; the exit status is 1 if it is refused."""
     from recserve.schemas.admin import BundleLoadRequest
 
-    with _client(url, admin_key) as client:
+    with open_client(url, admin_key) as client:
         client.load_bundle(BundleLoadRequest(path=name, force=force, fleet=fleet))
         _follow(client, fleet)
 
 
 def rollback(url: UrlArgument, admin_key: KeyFlag = None) -> None:
     """Restore the previous bundle of a running server, with the item changes since then."""
-    with _client(url, admin_key) as client:
+    with open_client(url, admin_key) as client:
         client.rollback_bundle()
         _follow(client)
 
 
 def status(url: UrlArgument, admin_key: KeyFlag = None) -> None:
     """Print the current and the previous bundle of a running server."""
-    with _client(url, admin_key) as client:
+    with open_client(url, admin_key) as client:
         _show(client.bundle_status())
 
 
 @contextmanager
-def _client(url: str, admin_key: str | None) -> Iterator[Client]:
+def open_client(url: str, admin_key: str | None) -> Iterator[Client]:
     """Yields a client of the server. Raises RuntimeError if the server cannot be reached."""
     import httpx
 

@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from recserve.cli.experiments import ab
+from recserve.cli.retrain import read_config
 from recserve.config import KERNEL_KEYS, ServerConfig
 from recserve.experiments.settings import parse_experiments
 from recserve.schemas import encoding, events, inference, items, scoring, text
@@ -278,6 +279,8 @@ def test_settings_of_yaml_blocks_are_valid(tmp_path, monkeypatch):
             command.command()(ab)
             context = typer.main.get_command(command).make_context("ab", ["--config", str(file)])
             assert context.params["url"] == given["url"]
+        elif "runs" in given:
+            assert read_config(file).name == "retrained"
         else:
             ServerConfig.load({}, file)
 

@@ -1,0 +1,519 @@
+"""What a retrain does without a server: collects, builds, trains, compares with what is served.
+
+    collect -> build -> train -> gate        (publish, load, watch: `recserve.cli.retrain`)
+
+Each step writes its result into the folder of the run and is skipped when it is there, so a run
+that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta, field
+
+from recserve.bundle.building import BuildOptions, build_bundle
+from recserve.bundle.bundle import Bundle
+from recserve.bundle.kept_ids import open_version
+from recserve.evaluation.accuracy import NOT_FOUND, ranks_of, user_metrics
+from recserve.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
+from recserve.evaluation.cases import Cases, leave_one_out_cases
+from recserve.evaluation.evaluation import auto_of_bundle, make_slates
+from recserve.evaluation.intervals import difference_interval
+from recserve.features.history.stores import open_store
+from recserve.features.tables.events import EventLog
+from recserve.files import whole_file
+from recserve.schemas.items import StrictStruct
+from recserve.service.event_types import EventTypes
+from recserve.service.history_export import export_events
+from recserve.training.options import TrainOptions
+
+Log = Callable[[str], None]
+DAY_US = 86_400_000_000
+MODELS = ("recommender", "drafter", "retriever", "ranker")
+RECORD = "run.json"
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ModelTraining(StrictStruct, frozen=True, kw_only=True):
+    """How one model is trained; None means the recipe's own value.
+
+    Attributes:
+        epochs: Number of epochs.
+        max_minutes: Time limit.
+        warm_start: Whether a drafter or a retriever may start from the served one's weights.
+    """
+
+    epochs: Annotated[int, Meta(ge=1)] | None = None
+    max_minutes: Annotated[float, Meta(gt=0)] | None = None
+    warm_start: bool = True
+
+
+class GateLimits(StrictStruct, frozen=True, kw_only=True):
+    """When a new bundle may be served.
+
+    Attributes:
+        metric: `ndcg@10` and the like, of slates without seen items.
+        days: Only held-out events of the newest days count.
+        users: Most users, drawn with a fixed seed.
+        margin: The paired 95 % interval of the difference may reach so far below zero, as a share
+            of the served bundle's figure.
+        min_users: Fewest users.
+        beats_popularity: Whether the new bundle must be better than the most popular items.
+        max_items_lost: Largest share of the served bundle's items that the new one lacks.
+        max_type_shift: Largest distance of the shares of event types, half the sum of differences.
+        max_value_shift: Largest change of a type's mean value, in its standard deviations.
+    """
+
+    metric: str = "ndcg@10"
+    days: Annotated[float, Meta(gt=0)] = 7.0
+    users: Annotated[int, Meta(ge=1)] = 5000
+    margin: Share = 0.05
+    min_users: Annotated[int, Meta(ge=2)] = 50
+    beats_popularity: bool = True
+    max_items_lost: Share = 0.2
+    max_type_shift: Share = 0.3
+    max_value_shift: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Guardrails(StrictStruct, frozen=True, kw_only=True):
+    """What is watched after a load; the old bundle returns if a limit is exceeded.
+
+    Attributes:
+        minutes: Time of the watch, and at most that of the comparison before it.
+        longest_minutes: The watch goes on so long while there are less than `min_requests` answers.
+        every_s: Time between two looks.
+        min_requests: Fewest answers for a comparison.
+        max_failed: Largest share of failed requests above that before the load.
+        max_degraded: Largest share of degraded answers above that before the load.
+        max_p99_factor: Largest p99 of the time of an answer, relative to that before the load.
+        min_outcome_factor: Least number of outcomes per slate in the slate log, relative to that
+            before the load; 0 does not look.
+    """
+
+    minutes: Annotated[float, Meta(ge=0)] = 15.0
+    longest_minutes: Annotated[float, Meta(ge=0)] = 60.0
+    every_s: Annotated[float, Meta(gt=0)] = 10.0
+    min_requests: Annotated[int, Meta(ge=1)] = 100
+    max_failed: Share = 0.01
+    max_degraded: Share = 0.05
+    max_p99_factor: Annotated[float, Meta(gt=0)] = 3.0
+    min_outcome_factor: Annotated[float, Meta(ge=0)] = 0.7
+
+
+class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
+    """The file of `recserve retrain`. Paths are relative to the folder of the file.
+
+    Attributes:
+        items: File of items.
+        events: Files of events, such as the first one.
+        bundles_dir: The server's folder of bundles; new ones get names of `name` and a number.
+        runs: Folder of the runs.
+        event_log: Folder of the server's event log.
+        slate_log: Folder of its slate log, for the ranker.
+        store: URL of its history store, whose events are exported too.
+        journal: Its folder of item changes.
+        served: Name of the bundle that is served; None asks the server.
+        url: Address of the server; None stops after the gate.
+        fleet: Whether all servers that share the log of item changes load the bundle.
+        name: First part of the names of new bundles.
+        new_ids: Whether the quantiser is trained anew, so that items get other ids.
+        embeddings: File of the user's own item vectors.
+        columns: Names of columns in the files by our name.
+        on_bad_rows: What to do with unusable rows.
+        train: Which models are trained, and how.
+        device: Where models are trained.
+        seed: Seed of the training.
+        gate: When a new bundle may be served.
+        guard: What is watched after the load.
+        keep_runs: Folders of finished runs that are kept.
+    """
+
+    items: str
+    bundles_dir: str
+    runs: str
+    events: list[str] = []
+    event_log: str | None = None
+    slate_log: str | None = None
+    store: str | None = None
+    journal: str | None = None
+    served: str | None = None
+    url: str | None = None
+    fleet: bool = False
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")] = "retrained"
+    new_ids: bool = False
+    embeddings: str | None = None
+    columns: dict[str, str] = {}
+    on_bad_rows: Literal["error", "skip"] = "skip"
+    train: dict[Literal["recommender", "drafter", "retriever", "ranker"], ModelTraining] = field(
+        default_factory=lambda: {"recommender": ModelTraining()}
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: Annotated[int, Meta(ge=0)] = 0
+    gate: GateLimits = GateLimits()
+    guard: Guardrails = Guardrails()
+    keep_runs: Annotated[int, Meta(ge=1)] = 10
+
+    def __post_init__(self) -> None:
+        if not self.events and self.event_log is None and self.store is None:
+            raise ValueError("events: name files of events, an event_log or a store")
+        if self.served is None and self.url is None:
+            raise ValueError("served: is required without url; it names the bundle to compare with")
+
+
+@dataclass
+class Run:
+    """A run and what its steps have found.
+
+    Attributes:
+        folder: Folder of the run.
+        record: Results by step, and `outcome` at the end.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+
+    @staticmethod
+    def latest(folder: Path) -> Run:
+        """Returns the latest run if it has not ended, else a new one."""
+        folder.mkdir(parents=True, exist_ok=True)
+        numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+        if numbers:
+            last = folder / f"{numbers[-1]:04}"
+            file = last / RECORD
+            record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            if "outcome" not in record:
+                return Run(last, record)
+        new = folder / f"{(numbers[-1] if numbers else 0) + 1:04}"
+        new.mkdir()
+        return Run(new, {})
+
+    @property
+    def number(self) -> int:
+        """Number of the run."""
+        return int(self.folder.name)
+
+    def step(self, name: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Returns the result of a step, which is done unless an earlier process has done it."""
+        if name not in self.record:
+            started = time.time()
+            found = do()
+            self.record[name] = found | {"seconds": round(time.time() - started, 1)}
+            self.save()
+        result: dict[str, Any] = self.record[name]
+        return result
+
+    def note(self, name: str, value: Any) -> None:
+        """Records a value that later processes read."""
+        self.record[name] = value
+        self.save()
+
+    def save(self) -> None:
+        """Writes the record."""
+        with whole_file(self.folder / RECORD) as new:
+            new.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+
+
+def collect(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
+    """Copies the event log into the run and exports the store, so that the build has one input."""
+    found: dict[str, Any] = {}
+    if config.event_log is not None:
+        copy = run.folder / "events"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        size = 0
+        for path in sorted(Path(config.event_log).glob("events-*.parquet")):
+            try:
+                shutil.copy2(path, copy / path.name)
+            except FileNotFoundError:  # its server has deleted or rewritten it
+                continue
+            size += 1
+        found["log_files"] = size
+    if config.store is not None:
+        export = run.folder / "exported"
+        shutil.rmtree(export, ignore_errors=True)
+        store = open_store(config.store)
+        try:
+            kinds = served.manifest.event_kinds
+            types = EventTypes(store, kinds)
+            items = open_version(served, None if config.journal is None else Path(config.journal))
+            found["exported"] = vars(export_events(store, types, items, export))
+        finally:
+            store.close()
+    return found
+
+
+def build(config: RetrainConfig, run: Run, served: Bundle, log: Log) -> dict[str, Any]:
+    """Builds the bundle of the run."""
+    out = run.folder / "bundle"
+    shutil.rmtree(out, ignore_errors=True)
+    sources = [Path(path) for path in config.events]
+    logs = [run.folder / "events", run.folder / "exported"]
+    sources += [path for path in logs if path.is_dir() and any(path.iterdir())]
+    if not sources:
+        raise ValueError("there are no events yet: the event log has no file")
+    manifest = served.manifest
+    options = BuildOptions(
+        Path(config.items),
+        tuple(sources),
+        out,
+        None if config.embeddings is None else Path(config.embeddings),
+        seed=config.seed,
+        columns=config.columns,
+        on_bad_rows=config.on_bad_rows,
+        event_kinds=manifest.event_kinds,
+        event_weights=manifest.event_weights,
+    )
+    if not config.new_ids:
+        journal = None if config.journal is None else Path(config.journal)
+        options = replace(options, ids_from=served.root, journal=journal)
+    lines: list[str] = []
+
+    def note(line: str) -> None:
+        lines.append(line)
+        log(line)
+
+    report = build_bundle(options, note)
+    return {
+        "catalog_version": report.catalog_version,
+        "items": report.num_items,
+        "users": report.num_users,
+        "events": report.num_events,
+        "lines": [line for line in lines if ": column " not in line],
+    }
+
+
+def train(config: RetrainConfig, run: Run, served: Bundle, model: str) -> dict[str, Any]:
+    """Trains one model of the run's bundle, from its checkpoint if there is one."""
+    from recserve.training.item_drafters.draft_head import train_drafter
+    from recserve.training.ranker.ranker import train_ranker
+    from recserve.training.recommender.recommender import train_recommender
+    from recserve.training.recommender.retriever import train_retriever
+
+    how = config.train[model]  # type: ignore[index]
+    bundle = Bundle.open(run.folder / "bundle")
+    sections = {"drafter": "drafters/speculative"}
+    section = sections.get(model, model)
+    options = TrainOptions(
+        epochs=how.epochs,
+        max_minutes=how.max_minutes,
+        seed=config.seed,
+        device=config.device,
+        resume=True,
+        start_from=(
+            served.root
+            if how.warm_start and model in ("drafter", "retriever") and served.has(section)
+            else None
+        ),
+    )
+    if model == "ranker":
+        key = os.environ.get("RECSERVE_SIGNING_KEY")
+        report = train_ranker(
+            bundle,
+            options,
+            slate_log=None if config.slate_log is None else Path(config.slate_log),
+            signing_key=None if key is None else key.encode(),
+        )
+    elif model == "recommender":
+        report = train_recommender(bundle, options)
+    elif model == "drafter":
+        report = train_drafter(bundle, options)
+    else:
+        report = train_retriever(bundle, options)
+    return {"epochs": report.epochs, "best_epoch": report.best_epoch, "validation": report.metrics}
+
+
+def judge(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
+    """Compares the run's bundle with the served one. `faults` has why it may not be served."""
+    limits = config.gate
+    new = Bundle.open(run.folder / "bundle")
+    new.verify()
+    faults = [
+        f"the served bundle has a {model}, and the new one none"
+        for model in ("recommender", "ranker")
+        if served.has(model) and not new.has(model)
+    ]
+    shift = drift(served, new)
+    for name, limit in (
+        ("items_lost", limits.max_items_lost),
+        ("type_shift", limits.max_type_shift),
+        ("value_shift", limits.max_value_shift),
+    ):
+        if shift[name] > limit:
+            faults.append(f"{name} is {shift[name]:.3f}; at most {limit:g} is allowed")
+    found: dict[str, Any] = {"drift": shift}
+    if new.has("recommender") and served.has("recommender"):
+        found |= compare(served, new, limits)
+        low, old = found["interval"][0], found["served"]
+        if found["users"] < limits.min_users:
+            faults.append(
+                f"{found['users']} users have a held-out event in the newest {limits.days:g} days; "
+                f"at least {limits.min_users} are needed"
+            )
+        elif low < -limits.margin * old:
+            faults.append(
+                f"{limits.metric} may be worse: {found['new']:.4f} against {old:.4f}, difference "
+                f"{found['difference']:+.4f} ({low:+.4f} to {found['interval'][1]:+.4f}); "
+                f"the lower bound may be {-limits.margin * old:+.4f}"
+            )
+        low, high = found["over_popularity"]
+        if limits.beats_popularity and low <= 0:
+            faults.append(
+                f"{limits.metric} is not above that of the most popular items: the difference is "
+                f"between {low:+.4f} and {high:+.4f}"
+            )
+    return found | {"faults": faults}
+
+
+def drift(served: Bundle, new: Bundle) -> dict[str, float]:
+    """Returns how far catalogue, event types and values of a new bundle are from the old one's."""
+    old_items, new_items = (set(one.catalog().items.ids) for one in (served, new))
+    shares, values = zip(*(_by_type(one) for one in (served, new)), strict=True)
+    names = {*shares[0], *shares[1]}
+    moved = 0.5 * sum(abs(shares[0].get(n, 0) - shares[1].get(n, 0)) for n in names)
+    shifts = [
+        abs(values[1][name][0] - mean) / max(deviation, 1e-6)
+        for name, (mean, deviation) in values[0].items()
+        if name in values[1] and deviation > 0
+    ]
+    return {
+        "items_lost": len(old_items - new_items) / max(len(old_items), 1),
+        "items_new": len(new_items - old_items) / max(len(new_items), 1),
+        "type_shift": float(moved),
+        "value_shift": float(max(shifts, default=0.0)),
+    }
+
+
+def _by_type(bundle: Bundle) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Returns the share of each event type, and mean and deviation of its values."""
+    events = bundle.all_events()
+    counts = np.bincount(events.types, minlength=len(events.type_names))
+    shares = dict(zip(events.type_names, (counts / max(counts.sum(), 1)).tolist(), strict=True))
+    values = {}
+    for number, name in enumerate(events.type_names):
+        own = events.values[events.types == number]
+        if own.size:
+            values[name] = (float(own.mean()), float(own.std()))
+    return shares, values
+
+
+def compare(served: Bundle, new: Bundle, limits: GateLimits) -> dict[str, Any]:
+    """Returns the metric of both bundles for the same users, whose newest event is held out.
+
+    Both see the new bundle's histories. An item that a bundle does not have is missing from its
+    histories, and is a miss where it is the held-out one.
+    """
+    events = new.events()
+    cases = leave_one_out_cases(events, "test")
+    if events.has_timestamps:
+        since = int(events.times.max()) - int(limits.days * DAY_US)
+        cases = cases.take(np.flatnonzero(events.times[cases.stops] >= since))
+    cases = cases.sample(limits.users)
+    if not len(cases):
+        raise ValueError(f"no user has a held-out event in the newest {limits.days:g} days")
+    place = {item: row for row, item in enumerate(served.catalog().items.ids)}
+    rows = np.array([place.get(item, -1) for item in new.catalog().items.ids], np.int64)
+    figures = [
+        _metric(new, cases, limits.metric),
+        _metric(served, translate(cases, rows), limits.metric),
+    ]
+    popular = _popular_metric(events, cases, len(rows), limits.metric)
+    differences = figures[0] - figures[1]
+    return {
+        "metric": limits.metric,
+        "users": len(cases),
+        "new": float(figures[0].mean()),
+        "served": float(figures[1].mean()),
+        "difference": float(differences.mean()),
+        "interval": list(difference_interval(differences)),
+        "popular": float(popular.mean()),
+        "over_popularity": list(difference_interval(figures[0] - popular)),
+    }
+
+
+def translate(cases: Cases, rows: np.ndarray) -> Cases:
+    """Returns cases in the item rows of another catalogue.
+
+    Args:
+        cases: The cases.
+        rows: [I] the other row of each item; -1 for an item that the other catalogue lacks. Such
+            items leave the histories; a held-out one is -1.
+    """
+    other = rows[cases.rows]
+    before = np.concatenate([[0], np.cumsum(other >= 0)])
+    return replace(
+        cases,
+        rows=other[other >= 0],
+        starts=before[cases.starts],
+        stops=before[cases.stops],
+        held=rows[cases.held],
+    )
+
+
+def _metric(bundle: Bundle, cases: Cases, metric: str) -> np.ndarray:
+    """Returns [n] the metric of each case, of slates without seen items as they are served."""
+    cutoff = int(metric.partition("@")[2])
+    answers = BundleSlates.open(bundle)
+    strategy, weight = "beam" if answers.autoregressive else EXHAUSTIVE, None
+    if chosen := auto_of_bundle(bundle, answers):
+        setting = chosen["filtered"]
+        strategy, weight = answers.as_served(setting.strategy), setting.dense_weight
+    way = answers.options(strategy, max(50, cutoff), True, weight)
+    # A user of whom the bundle knows no item gets nothing of the model.
+    known = np.flatnonzero(cases.stops > cases.starts)
+    values = np.zeros(len(cases))
+    if known.size:
+        chosen_cases = cases.take(known)
+        made = make_slates(
+            chosen_cases, lambda which, _: answers.slates(chosen_cases, which, cutoff, way), True
+        )
+        hits = (made == chosen_cases.held[:, None]) & (chosen_cases.held >= 0)[:, None]
+        ranks = np.where(hits.any(1), hits.argmax(1), NOT_FOUND)
+        values[known] = user_metrics(ranks, [cutoff])[metric]
+    return values
+
+
+def _popular_metric(events: EventLog, cases: Cases, num_items: int, metric: str) -> np.ndarray:
+    """Returns [n] the metric of the most frequent items that a user has not seen."""
+    cutoff = int(metric.partition("@")[2])
+    order = np.argsort(-events.leave_one_out().train.counts(num_items), kind="stable")
+    made = np.full((len(cases), cutoff), -1, np.int64)
+    for case in range(len(cases)):
+        seen = cases.history(case)
+        first = order[: cutoff + seen.size]
+        first = first[~np.isin(first, seen)][:cutoff]
+        made[case, : first.size] = first
+    return user_metrics(ranks_of(made, cases.held), [cutoff])[metric]
+
+
+def publish(config: RetrainConfig, run: Run) -> dict[str, Any]:
+    """Moves the run's bundle into the folder of bundles, under a name of its own."""
+    name = f"{config.name}-{run.number:04}"
+    target, source = Path(config.bundles_dir) / name, run.folder / "bundle"
+    if not target.exists():
+        aside = target.with_name(f".{name}.new")
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(source, aside)
+        aside.replace(target)
+    return {"name": name}
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Returns one line about a run."""
+    gate = record.get("gate", {})
+    figures = ""
+    if "difference" in gate:
+        low, high = gate["interval"]
+        figures = (
+            f", {gate['metric']} {gate['new']:.4f} against {gate['served']:.4f} "
+            f"({low:+.4f} to {high:+.4f})"
+        )
+    return f"{record.get('outcome', 'not finished')}{figures}"
