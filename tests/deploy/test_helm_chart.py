@@ -8,6 +8,7 @@ import yaml
 
 helm = pytest.importorskip("helm_python", reason="NO helm-python-sdk: the chart was not rendered")
 
+from recserve.cli.retrain import read_config  # noqa: E402
 from recserve.config import ServerConfig  # noqa: E402
 from recserve.schemas.api import OPEN_PATHS  # noqa: E402
 from tests.support.chart_schema import FILE, config_schema  # noqa: E402
@@ -72,6 +73,7 @@ CASES = [
                 "tolerations": [{"key": "gpu", "operator": "Exists"}],
                 "affinity": {"nodeAffinity": {}},
                 "extraEnv": [{"name": "GOMP_SPINCOUNT", "value": "1000"}],
+                "retrain": {"enabled": True},
             },
         ),
     )
@@ -294,3 +296,23 @@ def test_an_unknown_value_is_refused(path):
 def test_a_misspelt_setting_is_refused(name):
     with pytest.raises(helm.HelmError, match=f"{name}x"), helm.Chart.load(CHART) as chart:
         chart.render({**LEAST, "config": {f"{name}x": 1}})
+
+
+def test_the_cron_job_retrains_what_the_pods_record(tmp_path, monkeypatch):
+    secret = {"apiKeys": [KEY], "signingKey": KEY, "adminKeys": [KEY]}
+    manifests = render({"retrain": {"enabled": True}, "secret": secret})
+    job = manifests["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    check_security(job)
+    (container,) = job["containers"]
+    assert container["args"] == ["retrain", "/etc/recserve/retrain.yaml"]
+    (tmp_path / "retrain.yaml").write_text(manifests["ConfigMap"]["data"]["retrain.yaml"])
+    settings = read_config(tmp_path / "retrain.yaml")
+    served = config_of(manifests, tmp_path, monkeypatch)
+    assert str(served.bundles_dir) == settings.bundles_dir
+    assert str(served.event_log) == settings.event_log
+    assert str(served.slate_log) == settings.slate_log
+    assert settings.url.startswith(f"http://{manifests['Service']['metadata']['name']}")
+    mounts = {one["mountPath"] for one in container["volumeMounts"]}
+    assert "/retrain" in mounts
+    with pytest.raises(helm.HelmError, match=r"secret\.adminKeys is required"):
+        render({"retrain": {"enabled": True}, "secret": {"apiKeys": [KEY]}})
