@@ -6,6 +6,7 @@ comparable, because text encoder and quantiser are those of the older bundle.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from recserve.features.catalog.new_items import IdAssigner, NewVectors
 from recserve.features.catalog.semantic_ids import SemanticIds
 from recserve.features.catalog.versions import (
     CatalogVersion,
+    ChangeSet,
     apply_changes,
+    difference,
     first_version,
     restore_changes,
 )
@@ -63,13 +66,48 @@ def open_version(bundle: Bundle, journal: Path | None) -> CatalogVersion:
     Raises:
         JournalError: If the journal is damaged.
     """
+    return version_of(bundle, () if journal is None else _journal(bundle, journal).read())
+
+
+def _journal(bundle: Bundle, folder: Path) -> ItemJournal:
+    """Returns the journal of a bundle's catalogue in a folder."""
+    return ItemJournal(folder / f"{bundle.manifest.catalog_version}.jsonl")
+
+
+def freeze_changes(bundle: Bundle, change_sets: Iterable[ChangeSet], journal: Path) -> int:
+    """Writes what change sets make of a bundle's catalogue as a journal.
+
+    Args:
+        bundle: The bundle.
+        change_sets: All of a log, in order.
+        journal: Folder of the journal, whose file is replaced.
+
+    Returns:
+        Number of items that were put or hidden.
+    """
+    file, changes = _journal(bundle, journal), difference(version_of(bundle, change_sets))
+    try:
+        file.replace(changes.split())
+    finally:
+        file.close()
+    return len(changes)
+
+
+def version_of(bundle: Bundle, change_sets: Iterable[ChangeSet]) -> CatalogVersion:
+    """Returns the catalogue of a bundle after the change sets of a log.
+
+    Those of other bundles in a shared log are skipped: the servers of this bundle carry them over.
+
+    Args:
+        bundle: The bundle.
+        change_sets: All of the log, in order.
+    """
     catalog = bundle.catalog()
     base = first_version(catalog, {item: row for row, item in enumerate(catalog.items.ids)})
     version, schema = base, catalog.items.attributes.schema
-    if journal is None:
-        return version
-    file = ItemJournal(journal / f"{bundle.manifest.catalog_version}.jsonl")
-    for written in file.read():
+    for written in change_sets:
+        if written.remains or written.made_for not in ("", catalog.version):
+            continue
         change_set = restore_changes(written, schema)
         if change_set.whole:
             inserted, hidden = change_set.split()

@@ -10,13 +10,16 @@ from __future__ import annotations
 import fcntl
 import math
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 import typer
 
@@ -24,20 +27,27 @@ from recserve.cli.bundle_swap import POLL_S, KeyFlag, open_client
 from recserve.cli.flags import yaml_mapping
 
 if TYPE_CHECKING:
+    from recserve.client import Client
     from recserve.training.retraining import Guardrails, RetrainConfig, Run
 
+Counts = Mapping[str, float]
 PATHS = ("items", "bundles_dir", "runs", "event_log", "slate_log", "journal", "embeddings")
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 SAMPLE = re.compile(r"^(recserve_\w+?)(?:\{(.*)\})? ([-+.\deE]+|\+Inf|NaN)$", re.MULTILINE)
 ROUTES = ("/v1/recommend", "/v1/rank", "/v1/rank:batch", "/v1/similar")
 SERVED, READY, STOPPED = "served", "ready", "stopped by the gate"
 REFUSED, RETURNED = "refused by the server", "rolled back"
+SILENT_S = 30.0  # until the servers of a fleet have seen a load
 
 
 def retrain(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What is retrained, how.")],
     every: Annotated[
         str | None, typer.Option(help="Do it again and again, as in 6h, 30m or 1d.")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(envvar="RECSERVE_STORE", help="URL of the history store, for the file's."),
     ] = None,
     admin_key: KeyFlag = None,
     api_key: Annotated[
@@ -50,7 +60,7 @@ def retrain(
     The exit status is 1 if the new bundle is not served at the end.
     """
     pause_s = None if every is None else duration_s(every)
-    settings = read_config(config)
+    settings = read_config(config, store)
     while True:
         started = time.monotonic()
         try:
@@ -59,7 +69,7 @@ def retrain(
             if pause_s is None:
                 raise
             outcome = f"failed: {error}"
-            typer.echo(f"error: {error}; the run goes on at its step next time", err=True)
+            typer.echo(f"error: {error}", err=True)
         if pause_s is None:
             raise typer.Exit(int(outcome not in (SERVED, READY)))
         time.sleep(max(0.0, pause_s - (time.monotonic() - started)))
@@ -75,12 +85,22 @@ def duration_s(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def read_config(path: Path) -> RetrainConfig:
-    """Returns the checked file, with its paths relative to its folder. Raises ValueError."""
+def read_config(path: Path, store: str | None = None) -> RetrainConfig:
+    """Returns the checked file, with its paths relative to its folder.
+
+    Args:
+        path: The file.
+        store: URL of the history store that replaces the file's; None leaves it.
+
+    Raises:
+        ValueError: If a field is wrong. The message names it.
+    """
     from recserve.schemas.validation import converted
     from recserve.training.retraining import RetrainConfig
 
     given = yaml_mapping(path, "CONFIG.yaml")
+    if store is not None:
+        given["store"] = store
     try:
         checked = converted(given, RetrainConfig)
     except ValueError as error:
@@ -109,17 +129,27 @@ def only_one(folder: Path) -> Iterator[None]:
 
 
 def run_once(config: RetrainConfig, admin_key: str | None, api_key: str | None) -> str:
-    """Does one run, or the rest of an interrupted one, and returns its outcome."""
+    """Does one run, or the rest of an interrupted one, and returns its outcome.
+
+    Raises:
+        ValueError: If its inputs or settings are wrong. The run has ended, and the next one begins
+            anew.
+        Exception: If it could not go on, such as without a server. The next call continues it.
+    """
     from recserve.training.retraining import Run, summary
 
     with only_one(Path(config.runs)):
-        run = Run.latest(Path(config.runs))
+        run = Run.latest(Path(config.runs), config.digest)
         typer.echo(f"run {run.number} in {run.folder}")
         try:
             _steps(config, run, admin_key, api_key)
+        except ValueError as error:
+            run.note("outcome", f"failed: {error}")
+            raise
         finally:
             write_page(run)
-        _tidy(config, run)
+            if "outcome" in run.record:
+                _tidy(config, run)
         typer.echo(f"run {run.number}: {summary(run.record)}; {run.folder / 'report.html'}")
         return str(run.record["outcome"])
 
@@ -132,7 +162,7 @@ def _steps(config: RetrainConfig, run: Run, admin_key: str | None, api_key: str 
     if "served" not in run.record:
         run.note("served", config.served or _current(config, admin_key))
         if config.url is not None:
-            run.note("reference", read_metrics(config.url, api_key))
+            run.note("reference", read_metrics(config, api_key))
     served = Bundle.open(Path(config.bundles_dir) / run.record["served"])
     run.step("collect", lambda: steps.collect(config, run, served))
     run.step("build", lambda: steps.build(config, run, served, typer.echo))
@@ -147,6 +177,7 @@ def _steps(config: RetrainConfig, run: Run, admin_key: str | None, api_key: str 
         return
     name = run.step("publish", lambda: steps.publish(config, run))["name"]
     if config.url is None:
+        steps.switch_link(config, name)
         run.note("outcome", READY)
         return
     loaded = run.step("load", lambda: _load(config, run, name, admin_key, api_key))
@@ -161,6 +192,7 @@ def _steps(config: RetrainConfig, run: Run, admin_key: str | None, api_key: str 
         run.step("roll back", lambda: _roll_back(config, run, name, admin_key))
         run.note("outcome", RETURNED)
         return
+    steps.switch_link(config, name)
     run.note("outcome", SERVED)
 
 
@@ -180,22 +212,38 @@ def _load(
     from recserve.schemas.admin import BundleLoadRequest
 
     assert config.url is not None
-    run.note("before", read_metrics(config.url, api_key))
+    if "before" not in run.record:  # else an earlier process may have begun the load
+        run.note("before", read_metrics(config, api_key))
     with open_client(config.url, admin_key) as client:
+        while (found := client.bundle_status()).state == "loading":
+            time.sleep(POLL_S)
+        current = "" if found.current is None else found.current.path
+        fleet = found.fleet.path if config.fleet and found.fleet else ""
+        refused = ""
+        if current not in (name, run.record["served"]):
+            refused = f"the server has got {current} since; the gate compared with another bundle"
+        elif name not in (current, fleet):
+            client.load_bundle(BundleLoadRequest(path=name, fleet=config.fleet))
+        refused = refused or _await_load(client, name, config.fleet)
+    run.note("after", read_metrics(config, api_key))
+    return {"name": name, "refused": refused}
+
+
+def _await_load(client: Client, name: str, fleet: bool) -> str:
+    """Waits until a server, or all of a fleet, have loaded a bundle. Returns why not, or empty."""
+    silent_at_s = time.monotonic() + SILENT_S
+    while True:
         found = client.bundle_status()
-        if found.current is None or found.current.path != name:
+        if not fleet:
             if found.state != "loading":
-                client.load_bundle(BundleLoadRequest(path=name, fleet=config.fleet))
-            while True:
-                found = client.bundle_status()
-                fleet = found.fleet if config.fleet else None
-                state = fleet.state if fleet else found.state
-                if state not in ("loading", "returning"):
-                    break
-                time.sleep(POLL_S)
-    there = found.current is not None and found.current.path == name
-    run.note("after", read_metrics(config.url, api_key))
-    return {"name": name, "refused": "" if there else found.message or "it was refused"}
+                there = found.current is not None and found.current.path == name
+                return "" if there else found.message or "it was refused"
+        elif found.fleet and found.fleet.path == name:
+            if found.fleet.state not in ("loading", "returning"):
+                return "" if found.fleet.state == "ready" else found.fleet.message or "it failed"
+        elif time.monotonic() > silent_at_s:
+            return f"no server says that the fleet loads {name}"
+        time.sleep(POLL_S)
 
 
 def _roll_back(config: RetrainConfig, run: Run, name: str, admin_key: str | None) -> dict[str, Any]:
@@ -203,35 +251,65 @@ def _roll_back(config: RetrainConfig, run: Run, name: str, admin_key: str | None
     from recserve.schemas.admin import BundleLoadRequest
 
     assert config.url is not None
+    old = run.record["served"]
     with open_client(config.url, admin_key) as client:
         found = client.bundle_status()
-        if found.current is not None and found.current.path == name:
-            if config.fleet:
-                request = BundleLoadRequest(path=run.record["served"], fleet=True, force=True)
-                client.load_bundle(request)
-            else:
-                client.rollback_bundle()
-            while True:
-                found = client.bundle_status()
-                if found.state != "loading":
-                    break
-                time.sleep(POLL_S)
-        if found.current is None or found.current.path != run.record["served"]:
-            raise RuntimeError(f"{config.url}: the rollback failed: {found.message}")
-    return {"name": run.record["served"]}
+        if config.fleet:
+            if not found.fleet or found.fleet.path != old:
+                client.load_bundle(BundleLoadRequest(path=old, fleet=True, force=True))
+        elif found.current is not None and found.current.path == name and found.state != "loading":
+            client.rollback_bundle()
+        if fault := _await_load(client, old, config.fleet):
+            raise RuntimeError(f"{config.url}: the rollback failed: {fault}")
+    return {"name": old}
 
 
-def read_metrics(url: str, api_key: str | None) -> dict[str, float]:
-    """Returns the counters of a server that guardrails read. Raises RuntimeError."""
-    request = urllib.request.Request(f"{url.rstrip('/')}/metrics")
+def read_metrics(config: RetrainConfig, api_key: str | None) -> dict[str, dict[str, float]]:
+    """Returns the counters that guardrails read, by address of the server.
+
+    Raises:
+        RuntimeError: If no server answers.
+    """
+    assert config.url is not None
+    found, fault = {}, ""
+    for url in config.metrics or [config.url]:
+        for address in addresses(url):
+            try:
+                found[address] = _read_server(address, url, api_key)
+            except (OSError, ValueError) as error:
+                hint = "; give --api-key" if getattr(error, "code", 0) in (401, 403) else ""
+                fault = f"{address}/metrics: {error}{hint}"
+    if not found:
+        raise RuntimeError(fault)
+    return found
+
+
+def addresses(url: str) -> list[str]:
+    """Returns a URL for each address that the name of a URL has."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme != "http" or parts.hostname is None:  # a certificate has the name
+        return [url.rstrip("/")]
+    try:
+        known = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+    except OSError:
+        return [url.rstrip("/")]
+    by_version = {
+        version: sorted({str(one[4][0]) for one in known if one[0] == version})
+        for version in (socket.AF_INET, socket.AF_INET6)
+    }
+    hosts = by_version[socket.AF_INET] or [f"[{host}]" for host in by_version[socket.AF_INET6]]
+    port = "" if parts.port is None else f":{parts.port}"
+    return [f"http://{host}{port}{parts.path.rstrip('/')}" for host in hosts]
+
+
+def _read_server(address: str, url: str, api_key: str | None) -> dict[str, float]:
+    """Returns the counters of one server. Raises OSError or ValueError."""
+    request = urllib.request.Request(f"{address}/metrics")
+    request.add_header("Host", urlsplit(url if "://" in url else f"http://{url}").netloc)
     if api_key:
         request.add_header("Authorization", f"Bearer {api_key.split(',')[0].strip()}")
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            text = answer.read().decode()
-    except (OSError, ValueError) as error:
-        hint = "; give --api-key" if getattr(error, "code", 0) in (401, 403) else ""
-        raise RuntimeError(f"{url}/metrics: {error}{hint}") from None
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read().decode()
     found: dict[str, float] = {}
     for name, labels, number in SAMPLE.findall(text):
         own = dict(re.findall(r'(\w+)="([^"]*)"', labels))
@@ -251,16 +329,23 @@ def read_metrics(url: str, api_key: str | None) -> dict[str, float]:
     return found
 
 
-def window(first: Mapping[str, float], last: Mapping[str, float]) -> dict[str, float]:
-    """Returns the counts between two looks; those of the whole process if it began anew."""
-    if any(last.get(key, 0.0) < value for key, value in first.items()):
-        return dict(last)
-    return {key: value - first.get(key, 0.0) for key, value in last.items()}
+def window(first: Mapping[str, Counts], last: Mapping[str, Counts]) -> dict[str, float]:
+    """Returns the counts of all servers between two looks.
+
+    A server whose counts have fallen, or that the first look lacks, began anew: all of its counts
+    are of this time.
+    """
+    found: Counter[str] = Counter()
+    for server, counts in last.items():
+        earlier = first.get(server, {})
+        if any(counts.get(key, 0.0) < value for key, value in earlier.items()):
+            earlier = {}
+        for key, value in counts.items():
+            found[key] += value - earlier.get(key, 0.0)  # type: ignore[assignment]
+    return dict(found)
 
 
-def guard_faults(
-    before: Mapping[str, float], now: Mapping[str, float], limits: Guardrails
-) -> list[str]:
+def guard_faults(before: Counts, now: Counts, limits: Guardrails) -> list[str]:
     """Returns which limits the counts since a load exceed, against those before it."""
     faults = []
     answers, others = now.get("answers", 0.0), before.get("answers", 0.0)
@@ -290,7 +375,7 @@ def guard_faults(
     return faults
 
 
-def quantile_s(counts: Mapping[str, float], share: float) -> float:
+def quantile_s(counts: Counts, share: float) -> float:
     """Returns the upper end of the bucket that has a quantile of the times of answers."""
     ends = sorted((float(key[3:]), value) for key, value in counts.items() if key[:3] == "le ")
     total = ends[-1][1] if ends else 0.0
@@ -298,15 +383,14 @@ def quantile_s(counts: Mapping[str, float], share: float) -> float:
 
 
 def watch(config: RetrainConfig, run: Run, api_key: str | None) -> dict[str, Any]:
-    """Looks at the server for a time. Returns early if a limit is exceeded."""
-    assert config.url is not None
+    """Looks at the servers for a time. Returns early if a limit is exceeded."""
     limits = config.guard
     before = window(run.record["reference"], run.record["before"])
     if before.get("answers", 0.0) < limits.min_requests:
-        before = dict(run.record["before"])  # all that the process has answered
+        before = window({}, run.record["before"])  # all that the processes have answered
     started = time.monotonic()
     while True:
-        now = window(run.record["after"], read_metrics(config.url, api_key))
+        now = window(run.record["after"], read_metrics(config, api_key))
         faults = guard_faults(before, now, limits)
         few = now.get("answers", 0.0) < limits.min_requests
         minutes = max(limits.minutes, limits.longest_minutes) if few else limits.minutes
@@ -317,7 +401,7 @@ def watch(config: RetrainConfig, run: Run, api_key: str | None) -> dict[str, Any
         time.sleep(min(limits.every_s, max(left, 0.0)))
 
 
-def _figures(counts: Mapping[str, float]) -> dict[str, float]:
+def _figures(counts: Counts) -> dict[str, float]:
     answers, slates = counts.get("answers", 0.0), counts.get("slates", 0.0)
     return {
         "answers": answers,
@@ -333,7 +417,13 @@ def _tidy(config: RetrainConfig, run: Run) -> None:
     """Deletes the copies of events, bundles that are published, and the oldest runs."""
     import shutil
 
-    for part in ("events", "exported", *(["bundle"] if "publish" in run.record else [])):
+    for part in (
+        "event_log",
+        "slate_log",
+        "items",
+        "exported",
+        *(["bundle"] if "publish" in run.record else []),
+    ):
         shutil.rmtree(run.folder / part, ignore_errors=True)
     older = sorted(path for path in Path(config.runs).iterdir() if path.name.isdigit())
     for path in older[: -config.keep_runs]:
@@ -346,6 +436,32 @@ def write_page(run: Run) -> None:
 
     with whole_file(run.folder / "report.html") as new:
         new.write_text(run_page(run.number, run.record), encoding="utf-8")
+
+
+def _card_table(gate: Mapping[str, Any]) -> Any:
+    """Returns the audit card of a gate as a table, with its bounds."""
+    from recserve.experiments.charts import table
+
+    card, bounds = gate["card"], gate["bounds"]
+    rows = [
+        [
+            f"{gate['metric']} of {name}, {group['users']} users",
+            f"{group['new']:.4f}",
+            f"{group['served']:.4f}",
+            f"{group['interval'][0]:+.4f} to {group['interval'][1]:+.4f}",
+            f"reaches {-bounds['group_margin'] * group['served']:+.4f}",
+        ]
+        for name, group in card["groups"].items()
+    ]
+    shown, before = card["items_shown"]
+    share, was = card["collisions"]
+    rows += [
+        ["items in all slates", f"{shown}", f"{before}", f"{shown - before:+}"]
+        + [f"at least {bounds['min_coverage'] * before:.0f} items"],
+        ["items that share codes", f"{share:.1%}", f"{was:.1%}", f"{share - was:+.1%}"]
+        + [f"at most {bounds['max_collision_rise']:+.1%}"],
+    ]
+    return table(["what", "new", "served", "difference", "bound"], rows)
 
 
 def run_page(number: int, record: Mapping[str, Any]) -> str:
@@ -370,8 +486,15 @@ def run_page(number: int, record: Mapping[str, Any]) -> str:
         )
         parts.append(section("Quality on the newest days", tag("p", said), shown))
     if "drift" in gate:
-        rows = [[name.replace("_", " "), f"{value:.3f}"] for name, value in gate["drift"].items()]
-        parts.append(section("Drift against the served bundle", table(["what", "share"], rows)))
+        bounds = gate.get("bounds", {})
+        rows = [
+            [name.replace("_", " "), f"{value:.3f}", f"{bounds[name]:g}" if name in bounds else ""]
+            for name, value in gate["drift"].items()
+        ]
+        shown = table(["what", "distance", "at most"], rows)
+        parts.append(section("Drift against the served bundle", shown))
+    if "card" in gate:
+        parts.append(section("Audit card", _card_table(gate)))
     if "before" in watched:
         rows = [
             [name.replace("_", " "), f"{watched['before'][name]:.4g}", f"{value:.4g}"]

@@ -8,6 +8,8 @@ that was killed goes on where it was.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -17,30 +19,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
+import torch
 from msgspec import Meta, field
 
 from recserve.bundle.building import BuildOptions, build_bundle
 from recserve.bundle.bundle import Bundle
-from recserve.bundle.kept_ids import open_version
+from recserve.bundle.kept_ids import freeze_changes, open_version
 from recserve.evaluation.accuracy import NOT_FOUND, ranks_of, user_metrics
 from recserve.evaluation.bundle_slates import EXHAUSTIVE, BundleSlates
 from recserve.evaluation.cases import Cases, leave_one_out_cases
-from recserve.evaluation.evaluation import auto_of_bundle, make_slates
+from recserve.evaluation.evaluation import EvaluationData, auto_of_bundle, make_slates
 from recserve.evaluation.intervals import difference_interval
-from recserve.features.history.stores import open_store
+from recserve.evaluation.untrained import TrainingData
+from recserve.features.catalog.item_journal import ItemJournal
+from recserve.features.history.stores import open_store, split_ttl
 from recserve.features.tables.events import EventLog
 from recserve.files import whole_file
 from recserve.schemas.items import StrictStruct
 from recserve.service.event_types import EventTypes
 from recserve.service.history_export import export_events
+from recserve.training.card import count_collisions, group_members
 from recserve.training.options import TrainOptions
 
 Log = Callable[[str], None]
 DAY_US = 86_400_000_000
 MODELS = ("recommender", "drafter", "retriever", "ranker")
 RECORD = "run.json"
+MAX_TRIES = 10
+GIVEN_UP = "given up: the settings have changed"
 Share = Annotated[float, Meta(ge=0, le=1)]
+BundleName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")]
 
 
 class ModelTraining(StrictStruct, frozen=True, kw_only=True):
@@ -70,10 +80,15 @@ class GateLimits(StrictStruct, frozen=True, kw_only=True):
         beats_popularity: Whether the new bundle must be better than the most popular items.
         max_items_lost: Largest share of the served bundle's items that the new one lacks.
         max_type_shift: Largest distance of the shares of event types, half the sum of differences.
-        max_value_shift: Largest change of a type's mean value, in its standard deviations.
+        max_value_shift: Largest change of a type's mean value, in its standard deviations, of
+            which each counts as a tenth of the mean at least.
+        group_margin: As `margin`, for each group of users and items of the audit card. A group is
+            worse if its whole interval is below this bound.
+        min_coverage: Least number of items in all slates, as a share of the served bundle's.
+        max_collision_rise: How far the share of items without codes of their own may rise.
     """
 
-    metric: str = "ndcg@10"
+    metric: Annotated[str, Meta(pattern=r"^(ndcg|recall)@[1-9][0-9]{0,2}\Z")] = "ndcg@10"
     days: Annotated[float, Meta(gt=0)] = 7.0
     users: Annotated[int, Meta(ge=1)] = 5000
     margin: Share = 0.05
@@ -82,6 +97,9 @@ class GateLimits(StrictStruct, frozen=True, kw_only=True):
     max_items_lost: Share = 0.2
     max_type_shift: Share = 0.3
     max_value_shift: Annotated[float, Meta(gt=0)] = 1.0
+    group_margin: Share = 0.2
+    min_coverage: Share = 0.5
+    max_collision_rise: Share = 0.1
 
 
 class Guardrails(StrictStruct, frozen=True, kw_only=True):
@@ -121,9 +139,15 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
         slate_log: Folder of its slate log, for the ranker.
         store: URL of its history store, whose events are exported too.
         journal: Its folder of item changes.
+        catalog_log: Redis that has them instead, where several servers share them: its URL, or
+            `redis` for that of `store`.
+        catalog_name: Name of this log.
         served: Name of the bundle that is served; None asks the server.
         url: Address of the server; None stops after the gate.
+        metrics: Addresses of the servers that are watched; None means `url`. A name with several
+            addresses stands for all of them, as that of a headless service of Kubernetes.
         fleet: Whether all servers that share the log of item changes load the bundle.
+        link: Name of a link in `bundles_dir` that leads to the served bundle, for restarts.
         name: First part of the names of new bundles.
         new_ids: Whether the quantiser is trained anew, so that items get other ids.
         embeddings: File of the user's own item vectors.
@@ -145,10 +169,14 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
     slate_log: str | None = None
     store: str | None = None
     journal: str | None = None
-    served: str | None = None
+    catalog_log: str | None = None
+    catalog_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:-]{1,64}\Z")] = "items"
+    served: BundleName | None = None
     url: str | None = None
+    metrics: list[str] | None = None
     fleet: bool = False
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\Z")] = "retrained"
+    link: BundleName | None = None
+    name: BundleName = "retrained"
     new_ids: bool = False
     embeddings: str | None = None
     columns: dict[str, str] = {}
@@ -167,6 +195,27 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
             raise ValueError("events: name files of events, an event_log or a store")
         if self.served is None and self.url is None:
             raise ValueError("served: is required without url; it names the bundle to compare with")
+        if self.journal is not None and self.catalog_log is not None:
+            raise ValueError("journal: the servers have item changes there or in catalog_log")
+        if self.link is not None and self.link == self.name:
+            raise ValueError("link: is the first part of the names of bundles; take another name")
+
+    @property
+    def catalog_url(self) -> str | None:
+        """URL of the Redis that has the item changes. Raises ValueError."""
+        if self.catalog_log != "redis":
+            return self.catalog_log
+        if self.store is None:
+            raise ValueError("catalog_log: redis is the Redis of store; set store")
+        return split_ttl(self.store)[0]
+
+    @property
+    def digest(self) -> str:
+        """Names the settings that steps up to the gate depend on."""
+        own = msgspec.structs.replace(
+            self, url=None, metrics=None, link=None, guard=Guardrails(), keep_runs=1
+        )
+        return hashlib.sha256(msgspec.json.encode(own)).hexdigest()[:16]
 
 
 @dataclass
@@ -182,8 +231,13 @@ class Run:
     record: dict[str, Any]
 
     @staticmethod
-    def latest(folder: Path) -> Run:
-        """Returns the latest run if it has not ended, else a new one."""
+    def latest(folder: Path, settings: str) -> Run:
+        """Returns the latest run if it has not ended, else a new one.
+
+        Args:
+            folder: Folder of the runs.
+            settings: Names the settings. A run of other ones is given up.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
         if numbers:
@@ -191,10 +245,13 @@ class Run:
             file = last / RECORD
             record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             if "outcome" not in record:
-                return Run(last, record)
+                run = Run(last, record)
+                if record.setdefault("settings", settings) == settings:
+                    return run
+                run.note("outcome", GIVEN_UP)
         new = folder / f"{(numbers[-1] if numbers else 0) + 1:04}"
         new.mkdir()
-        return Run(new, {})
+        return Run(new, {"settings": settings})
 
     @property
     def number(self) -> int:
@@ -202,8 +259,16 @@ class Run:
         return int(self.folder.name)
 
     def step(self, name: str, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Returns the result of a step, which is done unless an earlier process has done it."""
+        """Returns the result of a step, which is done unless an earlier process has done it.
+
+        Raises:
+            ValueError: If MAX_TRIES processes have begun the step, and none has finished it.
+        """
         if name not in self.record:
+            tries = self.record.get("tries", {})
+            if tries.get(name, 0) >= MAX_TRIES:
+                raise ValueError(f"{name}: {MAX_TRIES} processes have ended in this step")
+            self.note("tries", tries | {name: tries.get(name, 0) + 1})
             started = time.time()
             found = do()
             self.record[name] = found | {"seconds": round(time.time() - started, 1)}
@@ -223,20 +288,14 @@ class Run:
 
 
 def collect(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
-    """Copies the event log into the run and exports the store, so that the build has one input."""
+    """Takes what servers have recorded into the run, so that later steps have fixed inputs."""
     found: dict[str, Any] = {}
-    if config.event_log is not None:
-        copy = run.folder / "events"
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
-        size = 0
-        for path in sorted(Path(config.event_log).glob("events-*.parquet")):
-            try:
-                shutil.copy2(path, copy / path.name)
-            except FileNotFoundError:  # its server has deleted or rewritten it
-                continue
-            size += 1
-        found["log_files"] = size
+    for name, folder in (("event_log", config.event_log), ("slate_log", config.slate_log)):
+        if folder is not None and (name == "event_log" or "ranker" in config.train):
+            found[f"{name}_files"] = take_files(name, Path(folder), run.folder / name)
+    items = run.folder / "items"
+    shutil.rmtree(items, ignore_errors=True)
+    found["item_changes"] = collect_changes(config, served, items)
     if config.store is not None:
         export = run.folder / "exported"
         shutil.rmtree(export, ignore_errors=True)
@@ -244,11 +303,49 @@ def collect(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
         try:
             kinds = served.manifest.event_kinds
             types = EventTypes(store, kinds)
-            items = open_version(served, None if config.journal is None else Path(config.journal))
-            found["exported"] = vars(export_events(store, types, items, export))
+            version = open_version(served, items)
+            found["exported"] = vars(export_events(store, types, version, export))
         finally:
             store.close()
     return found
+
+
+def take_files(name: str, source: Path, target: Path) -> int:
+    """Links the files of a log to a folder, or copies them. Returns their number.
+
+    A server replaces files of its log, and never changes one.
+    """
+    if not source.is_dir():
+        raise ValueError(f"{name}: there is no folder {source}")
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for path in sorted(source.glob("*.parquet")):
+        with contextlib.suppress(FileNotFoundError):  # its server has deleted it
+            try:
+                os.link(path, target / path.name)
+            except FileNotFoundError:
+                raise
+            except OSError:  # another file system
+                shutil.copy2(path, target / path.name)
+    return len(list(target.iterdir()))
+
+
+def collect_changes(config: RetrainConfig, served: Bundle, out: Path) -> int:
+    """Writes the changes of the served items as a journal. Returns their number."""
+    if config.catalog_log is None:
+        if config.journal is None:
+            return 0
+        file = Path(config.journal) / f"{served.manifest.catalog_version}.jsonl"
+        return freeze_changes(served, ItemJournal(file).read(), out)
+    from recserve.features.catalog.redis_log import open_log
+
+    url = config.catalog_url
+    assert url is not None
+    log = open_log(url, served.catalog(), config.catalog_name)
+    try:
+        return freeze_changes(served, log.read(), out)
+    finally:
+        log.close()
 
 
 def build(config: RetrainConfig, run: Run, served: Bundle, log: Log) -> dict[str, Any]:
@@ -256,7 +353,7 @@ def build(config: RetrainConfig, run: Run, served: Bundle, log: Log) -> dict[str
     out = run.folder / "bundle"
     shutil.rmtree(out, ignore_errors=True)
     sources = [Path(path) for path in config.events]
-    logs = [run.folder / "events", run.folder / "exported"]
+    logs = [run.folder / "event_log", run.folder / "exported"]
     sources += [path for path in logs if path.is_dir() and any(path.iterdir())]
     if not sources:
         raise ValueError("there are no events yet: the event log has no file")
@@ -273,8 +370,7 @@ def build(config: RetrainConfig, run: Run, served: Bundle, log: Log) -> dict[str
         event_weights=manifest.event_weights,
     )
     if not config.new_ids:
-        journal = None if config.journal is None else Path(config.journal)
-        options = replace(options, ids_from=served.root, journal=journal)
+        options = replace(options, ids_from=served.root, journal=run.folder / "items")
     lines: list[str] = []
 
     def note(line: str) -> None:
@@ -319,7 +415,7 @@ def train(config: RetrainConfig, run: Run, served: Bundle, model: str) -> dict[s
         report = train_ranker(
             bundle,
             options,
-            slate_log=None if config.slate_log is None else Path(config.slate_log),
+            slate_log=None if config.slate_log is None else run.folder / "slate_log",
             signing_key=None if key is None else key.encode(),
         )
     elif model == "recommender":
@@ -342,16 +438,26 @@ def judge(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
         if served.has(model) and not new.has(model)
     ]
     shift = drift(served, new)
-    for name, limit in (
-        ("items_lost", limits.max_items_lost),
-        ("type_shift", limits.max_type_shift),
-        ("value_shift", limits.max_value_shift),
-    ):
+    bounds = {
+        "items_lost": limits.max_items_lost,
+        "type_shift": limits.max_type_shift,
+        "value_shift": limits.max_value_shift,
+    }
+    found: dict[str, Any] = {
+        "drift": shift,
+        "bounds": bounds
+        | {
+            "group_margin": limits.group_margin,
+            "min_coverage": limits.min_coverage,
+            "max_collision_rise": limits.max_collision_rise,
+        },
+    }
+    for name, limit in bounds.items():
         if shift[name] > limit:
             faults.append(f"{name} is {shift[name]:.3f}; at most {limit:g} is allowed")
-    found: dict[str, Any] = {"drift": shift}
     if new.has("recommender") and served.has("recommender"):
-        found |= compare(served, new, limits)
+        device = TrainOptions(device=config.device).torch_device()
+        found |= compare(served, new, limits, device)
         low, old = found["interval"][0], found["served"]
         if found["users"] < limits.min_users:
             faults.append(
@@ -370,7 +476,34 @@ def judge(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
                 f"{limits.metric} is not above that of the most popular items: the difference is "
                 f"between {low:+.4f} and {high:+.4f}"
             )
+        faults += card_faults(found["card"], limits)
     return found | {"faults": faults}
+
+
+def card_faults(card: Mapping[str, Any], limits: GateLimits) -> list[str]:
+    """Returns which bounds the audit card exceeds."""
+    faults = []
+    for name, group in card["groups"].items():
+        bound = -limits.group_margin * group["served"]
+        if group["interval"][1] < bound:
+            faults.append(
+                f"{limits.metric} of {name} is worse: {group['new']:.4f} against "
+                f"{group['served']:.4f}; the upper bound of the difference is "
+                f"{group['interval'][1]:+.4f}, and {bound:+.4f} is allowed"
+            )
+    shown, before = card["items_shown"]
+    if shown < limits.min_coverage * before:
+        faults.append(
+            f"the slates of all users have {shown} items, {before} before; at least "
+            f"{limits.min_coverage:g} of them are needed"
+        )
+    share, was = card["collisions"]
+    if share > was + limits.max_collision_rise:
+        faults.append(
+            f"{share:.1%} of the items share their codes, {was:.1%} before; at most "
+            f"{limits.max_collision_rise:.1%} more are allowed"
+        )
+    return faults
 
 
 def drift(served: Bundle, new: Bundle) -> dict[str, float]:
@@ -380,9 +513,9 @@ def drift(served: Bundle, new: Bundle) -> dict[str, float]:
     names = {*shares[0], *shares[1]}
     moved = 0.5 * sum(abs(shares[0].get(n, 0) - shares[1].get(n, 0)) for n in names)
     shifts = [
-        abs(values[1][name][0] - mean) / max(deviation, 1e-6)
+        abs(values[1][name][0] - mean) / max(deviation, 0.1 * abs(mean), 1e-6)
         for name, (mean, deviation) in values[0].items()
-        if name in values[1] and deviation > 0
+        if name in values[1]
     ]
     return {
         "items_lost": len(old_items - new_items) / max(len(old_items), 1),
@@ -405,7 +538,9 @@ def _by_type(bundle: Bundle) -> tuple[dict[str, float], dict[str, tuple[float, f
     return shares, values
 
 
-def compare(served: Bundle, new: Bundle, limits: GateLimits) -> dict[str, Any]:
+def compare(
+    served: Bundle, new: Bundle, limits: GateLimits, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """Returns the metric of both bundles for the same users, whose newest event is held out.
 
     Both see the new bundle's histories. An item that a bundle does not have is missing from its
@@ -419,12 +554,31 @@ def compare(served: Bundle, new: Bundle, limits: GateLimits) -> dict[str, Any]:
     cases = cases.sample(limits.users)
     if not len(cases):
         raise ValueError(f"no user has a held-out event in the newest {limits.days:g} days")
-    place = {item: row for row, item in enumerate(served.catalog().items.ids)}
-    rows = np.array([place.get(item, -1) for item in new.catalog().items.ids], np.int64)
-    figures = [
-        _metric(new, cases, limits.metric),
-        _metric(served, translate(cases, rows), limits.metric),
-    ]
+    catalogs = new.catalog(), served.catalog()
+    place = {item: row for row, item in enumerate(catalogs[1].items.ids)}
+    rows = np.array([place.get(item, -1) for item in catalogs[0].items.ids], np.int64)
+    made = (
+        _metric(new, cases, limits.metric, device),
+        _metric(served, translate(cases, rows), limits.metric, device),
+    )
+    figures, shown = [values for values, _ in made], [number for _, number in made]
+    train, held_times = events.leave_one_out().train, events.times[cases.stops]
+    training = TrainingData(train, catalogs[0].vectors, cases, held_times, 1)
+    data, groups = EvaluationData(catalogs[0], events, cases, training), dict[str, Any]()
+    for name, (_, inside) in group_members(data).items():
+        if inside.sum() > 1:
+            own = [values[inside] for values in figures]
+            groups[name] = {
+                "users": int(inside.sum()),
+                "new": float(own[0].mean()),
+                "served": float(own[1].mean()),
+                "interval": list(difference_interval(own[0] - own[1])),
+            }
+    card = {
+        "groups": groups,
+        "items_shown": shown,
+        "collisions": [count_collisions(each, np.zeros(1, np.int64)).items for each in catalogs],
+    }
     popular = _popular_metric(events, cases, len(rows), limits.metric)
     differences = figures[0] - figures[1]
     return {
@@ -436,6 +590,7 @@ def compare(served: Bundle, new: Bundle, limits: GateLimits) -> dict[str, Any]:
         "interval": list(difference_interval(differences)),
         "popular": float(popular.mean()),
         "over_popularity": list(difference_interval(figures[0] - popular)),
+        "card": card,
     }
 
 
@@ -458,10 +613,15 @@ def translate(cases: Cases, rows: np.ndarray) -> Cases:
     )
 
 
-def _metric(bundle: Bundle, cases: Cases, metric: str) -> np.ndarray:
-    """Returns [n] the metric of each case, of slates without seen items as they are served."""
+def _metric(
+    bundle: Bundle, cases: Cases, metric: str, device: torch.device | str
+) -> tuple[np.ndarray, int]:
+    """Returns [n] the metric of each case, of slates without seen items as they are served.
+
+    And the number of items in all slates.
+    """
     cutoff = int(metric.partition("@")[2])
-    answers = BundleSlates.open(bundle)
+    answers = BundleSlates.open(bundle, device)
     strategy, weight = "beam" if answers.autoregressive else EXHAUSTIVE, None
     if chosen := auto_of_bundle(bundle, answers):
         setting = chosen["filtered"]
@@ -469,7 +629,7 @@ def _metric(bundle: Bundle, cases: Cases, metric: str) -> np.ndarray:
     way = answers.options(strategy, max(50, cutoff), True, weight)
     # A user of whom the bundle knows no item gets nothing of the model.
     known = np.flatnonzero(cases.stops > cases.starts)
-    values = np.zeros(len(cases))
+    values, shown = np.zeros(len(cases)), 0
     if known.size:
         chosen_cases = cases.take(known)
         made = make_slates(
@@ -478,7 +638,8 @@ def _metric(bundle: Bundle, cases: Cases, metric: str) -> np.ndarray:
         hits = (made == chosen_cases.held[:, None]) & (chosen_cases.held >= 0)[:, None]
         ranks = np.where(hits.any(1), hits.argmax(1), NOT_FOUND)
         values[known] = user_metrics(ranks, [cutoff])[metric]
-    return values
+        shown = int(np.unique(made[made >= 0]).size)
+    return values, shown
 
 
 def _popular_metric(events: EventLog, cases: Cases, num_items: int, metric: str) -> np.ndarray:
@@ -504,6 +665,19 @@ def publish(config: RetrainConfig, run: Run) -> dict[str, Any]:
         shutil.copytree(source, aside)
         aside.replace(target)
     return {"name": name}
+
+
+def switch_link(config: RetrainConfig, name: str) -> None:
+    """Lets the link of the settings lead to a bundle, so that a restarted server opens it."""
+    if config.link is None:
+        return
+    link = Path(config.bundles_dir) / config.link
+    if link.exists() and not link.is_symlink():
+        raise ValueError(f"link: {link} is no link; remove it or take another name")
+    aside = link.with_name(f".{config.link}.new")
+    aside.unlink(missing_ok=True)
+    aside.symlink_to(name)
+    aside.replace(link)
 
 
 def summary(record: Mapping[str, Any]) -> str:
