@@ -15,6 +15,12 @@ from recserve.cli.flags import (
     ColumnFlag,
     Device,
     DeviceFlag,
+    FormatFlag,
+    IdFormatFlag,
+    IdsFlag,
+    MaxHistoryFlag,
+    PromptFlag,
+    RuleFlag,
     column_names,
     numbers,
     pairs,
@@ -343,19 +349,10 @@ def import_checkpoint(
         Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
-    format: Annotated[
-        str | None,
-        typer.Option(help="generic, minionerec, lc-rec, or that of an installed package."),
-    ] = None,
-    ids: Annotated[
-        Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")
-    ] = None,
-    id_format: Annotated[
-        str | None, typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>'.")
-    ] = None,
-    prompt: Annotated[
-        Path | None, typer.Option(help="generic: Jinja file that writes the prompt of `history`.")
-    ] = None,
+    format: FormatFlag = None,
+    ids: IdsFlag = None,
+    id_format: IdFormatFlag = None,
+    prompt: PromptFlag = None,
     events: Annotated[
         Path | None, typer.Option(help="Events as of `recserve build`, for histories.")
     ] = None,
@@ -363,13 +360,8 @@ def import_checkpoint(
         Literal["popular", "first", "all"],
         typer.Option(help="Which of several items with one id are recommended."),
     ] = "popular",
-    max_history: Annotated[
-        int | None, typer.Option(min=1, help="Items of a history in a prompt; default: the format.")
-    ] = None,
-    rule: Annotated[
-        Literal["children", "level", "vocabulary"] | None,
-        typer.Option(help="What the softmax of a code runs over; default: that of the format."),
-    ] = None,
+    max_history: MaxHistoryFlag = None,
+    rule: RuleFlag = None,
     column: ColumnFlag = None,
 ) -> None:
     """Import a recommender that was trained elsewhere, from a Hugging Face folder."""

@@ -31,6 +31,27 @@ ColumnFlag = Annotated[
         help="OURS=THEIRS: the name of a column in your file, as in --column item_id=movieId."
     ),
 ]
+# Flags of `bundle import`, which `doctor` takes too.
+FormatFlag = Annotated[
+    str | None,
+    typer.Option(help="Of a checkpoint: generic, minionerec, lc-rec, or an installed package's."),
+]
+IdsFlag = Annotated[
+    Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")
+]
+IdFormatFlag = Annotated[
+    str | None, typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>'.")
+]
+PromptFlag = Annotated[
+    Path | None, typer.Option(help="generic: Jinja file that writes the prompt of `history`.")
+]
+MaxHistoryFlag = Annotated[
+    int | None, typer.Option(min=1, help="Items of a history in a prompt; default: the format.")
+]
+RuleFlag = Annotated[
+    Literal["children", "level", "vocabulary"] | None,
+    typer.Option(help="What the softmax of a code runs over; default: that of the format."),
+]
 
 
 def ids(values: list[str] | None) -> list[str] | None:

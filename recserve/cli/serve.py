@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recserve.cli.flags import Device, DeviceFlag, StoreFlag, yaml_list
+from recserve.cli.flags import (
+    ColumnFlag,
+    Device,
+    DeviceFlag,
+    FormatFlag,
+    IdFormatFlag,
+    IdsFlag,
+    MaxHistoryFlag,
+    PromptFlag,
+    RuleFlag,
+    StoreFlag,
+    column_names,
+    yaml_list,
+)
 from recserve.kernels.linear import formats
 
 if TYPE_CHECKING:
@@ -224,8 +237,27 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure", help="Compare the times of C and torch on this CPU.")
     ] = False,
+    items: Annotated[
+        Path | None, typer.Option(help="Items of a checkpoint, as for `bundle import`.")
+    ] = None,
+    ids: IdsFlag = None,
+    format: FormatFlag = None,
+    id_format: IdFormatFlag = None,
+    prompt: PromptFlag = None,
+    rule: RuleFlag = None,
+    max_history: MaxHistoryFlag = None,
+    histories: Annotated[
+        int,
+        typer.Option(
+            min=0, max=1000, help="Drawn histories on which an import is compared; 0 for none."
+        ),
+    ] = 4,
+    column: ColumnFlag = None,
 ) -> None:
     """Check this machine, a drafter or a checkpoint, and print advice.
+
+    A checkpoint that `bundle import` would read takes its flags too. With --items it is imported
+    into a temporary folder, and compared with its original.
 
     The exit status is 1 if a check fails.
     """
@@ -242,8 +274,26 @@ def doctor(
         if bundle or store or drafter or text or weights or measure:
             raise typer.BadParameter("a checkpoint is examined alone; a drafter needs --llm")
         from recserve.doctor.checkpoint_checks import examine_checkpoint
+        from recserve.formats.checkpoint_format import ImportOptions
 
-        findings = examine_checkpoint(Path(path))
+        given = (ids, format, id_format, prompt, rule, max_history, column)
+        if items is None and any(flag is not None for flag in given):
+            raise typer.BadParameter("the flags of an import need --items")
+        options = None
+        if items is not None:
+            options = ImportOptions(
+                folder=Path(path),
+                items=items,
+                out=Path(path),  # nothing is written there
+                format=format,
+                ids=ids,
+                id_format=id_format,
+                prompt=prompt,
+                max_history=max_history,
+                rule=rule,
+                columns=column_names(column),
+            )
+        findings = examine_checkpoint(Path(path), options, histories)
     else:
         if llm is None or not llm.is_dir():
             raise typer.BadParameter("a drafter needs the folder of its language model (--llm)")

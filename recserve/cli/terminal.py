@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it would import torch, in every parent of batch workers too
 
 Title = Callable[[str], str | None]
 
-STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+STATE_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "ask": "cyan"}
 
 
 def format_count(number: int, noun: str) -> str:

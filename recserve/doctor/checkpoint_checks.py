@@ -10,32 +10,110 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from recserve.doctor.finding import Finding
-from recserve.formats.checkpoint_format import ImportFault
+from recserve.doctor.import_trial import try_import
+from recserve.doctor.map_checks import MappedCheckpoint, examine_map, published_figure
+from recserve.features.tables.items import read_items
+from recserve.formats.checkpoint_format import CheckpointFormat, ImportOptions
 from recserve.formats.conversion import check_folder, tokenizer_hint
-from recserve.models.loading import UnsupportedModel, read_config, read_json, tensor_files
+from recserve.formats.minionerec import MiniOneRec
+from recserve.formats.registry import open_format
+from recserve.models.language_model import LanguageModelConfig
+from recserve.models.loading import (
+    EMBEDDING,
+    opened_file,
+    read_config,
+    read_folder,
+    read_json,
+    read_tensor,
+    tensor_files,
+)
 from recserve.tokenizer.template_sandbox import TemplateError
-from recserve.tokenizer.token_bytes import UnsupportedTokenizer
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 CODE = re.compile(r"<(s_)?([a-h])_(0|[1-9][0-9]{0,5})>")
 MARK = "recserve-probe"
 OWN_TENSORS = ("model.", "lm_head.")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+# Settings of generation_config.json that change beams, and the value that changes nothing.
+SEARCH: dict[str, float] = {
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+}
 
 
-def examine_checkpoint(folder: Path) -> list[Finding]:
-    """Returns what is known of a folder without its map of ids.
+def examine_checkpoint(
+    folder: Path, options: ImportOptions | None = None, histories: int = 4
+) -> list[Finding]:
+    """Returns what is known of a folder before its import.
 
     A folder whose model or tokeniser cannot be read has no further findings.
+
+    Args:
+        folder: The folder.
+        options: Options of the import, with the map of ids. None examines the folder alone.
+        histories: Drawn histories that the import is compared with the original on; 0 for none.
     """
+    found = _examine_folder(folder)
+    if any(finding.name in ("model", "tokenizer") and finding.state == "fail" for finding in found):
+        return found
+    if options is None:
+        todo = (
+            "give --items, --ids and --format, as for the import, to compare it with its original"
+        )
+        return [*found, Finding("import", "ask", todo), published_figure(None)]
+    chosen: CheckpointFormat | None = None
+    try:
+        chosen = open_format(options)
+        if chosen.name != MiniOneRec.name:  # whose evaluation these two are about
+            found = [one for one in found if one.name not in ("path", "trie keys")]
+        given = _read_map(chosen, options)
+        found += examine_map(given)
+        if histories and not any(finding.state == "fail" for finding in found):
+            found += try_import(given, options, histories)
+    except ValueError as error:
+        found.append(Finding("import", "fail", str(error)))
+    return [*found, published_figure(chosen)]
+
+
+def _read_map(chosen: CheckpointFormat, options: ImportOptions) -> MappedCheckpoint:
+    """Reads items and ids. Raises ImportFault, or SchemaError for the file of items."""
+    items, _ = read_items(options.items, columns=options.columns)
+    codes = chosen.read_ids(items.ids)
+    config, stored = read_folder(options.folder)
+    return MappedCheckpoint(
+        chosen,
+        TextTokenizer.open(options.folder),
+        config,
+        stored.itemsize,
+        items.ids,
+        codes,
+        options.rule or chosen.rule,
+        options.max_history or chosen.max_history,
+    )
+
+
+def _examine_folder(folder: Path) -> list[Finding]:
+    """Returns what the folder alone shows."""
     try:
         check_folder(folder)
         fields = read_json(folder / "config.json")
         config = read_config(fields)
         names = tensor_files(folder)
-    except (ImportFault, UnsupportedModel) as error:
+    except ValueError as error:
         hint = "; for a drafter, name its language model with --llm"
-        return [Finding("model", "fail", f"{error}{hint}")]
+        adapter = _adapter(folder)
+        return [
+            Finding("model", "fail", f"{error}{hint}"),
+            *([] if adapter is None else [adapter]),
+        ]
     family = str(fields["model_type"])
     found = [Finding("model", "ok", f"{family}, {config.vocab_size} tokens")]
     others = sorted(name for name in names if not name.startswith(OWN_TENSORS))
@@ -50,26 +128,42 @@ def examine_checkpoint(folder: Path) -> list[Finding]:
         )
     try:
         tokenizer = TextTokenizer.open(folder)
-    except (UnsupportedTokenizer, TemplateError) as error:
+    except ValueError as error:
         return [*found, Finding("tokenizer", "fail", f"{error}{tokenizer_hint(folder)}")]
     checks: tuple[Callable[[], Finding | None], ...] = (
         lambda: _codes(tokenizer),
+        lambda: _codebooks(tokenizer),
+        lambda: _special(tokenizer),
+        lambda: _rows(folder, names, tokenizer, config),
+        lambda: _adapter(folder),
         lambda: _vocabulary(tokenizer, config.vocab_size),
         lambda: _path(folder, family),
         lambda: _keys(tokenizer),
         lambda: _sampling(folder),
+        lambda: _search(folder),
         lambda: _end(tokenizer, config.eos_tokens),
         lambda: _template(tokenizer),
         lambda: _type(fields),
     )
-    return [*found, *(one for check in checks if (one := check()) is not None)]
+    for check in checks:
+        try:
+            one = check()
+        except ValueError as error:
+            one = Finding("file", "fail", str(error))
+        found += [] if one is None else [one]
+    return found
+
+
+def _code_tokens(tokenizer: TextTokenizer) -> list[tuple[str, str, int, int]]:
+    """Returns prefix, letter, code and token of all tokens that look like a code."""
+    vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
+    matches = ((CODE.fullmatch(text), token) for text, token in vocabulary.items())
+    return [(m[1] or "", m[2], int(m[3]), token) for m, token in matches if m]
 
 
 def _codes(tokenizer: TextTokenizer) -> Finding:
     """Names the levels, and the formats that have such tokens."""
-    vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-    matches = ((CODE.fullmatch(text), token) for text, token in vocabulary.items())
-    codes = [(m[1] or "", m[2], int(m[3]), token) for m, token in matches if m]
+    codes = _code_tokens(tokenizer)
     if not codes:
         return Finding(
             "codes",
@@ -92,6 +186,99 @@ def _codes(tokenizer: TextTokenizer) -> Finding:
             "that computes a token from a code is wrong; the import looks tokens up",
         )
     return Finding("codes", "ok", detail)
+
+
+def _codebooks(tokenizer: TextTokenizer) -> Finding | None:
+    """Compares the number of codes of a level with the largest one."""
+    levels: dict[str, list[int]] = {}
+    for _, letter, code, _ in _code_tokens(tokenizer):
+        levels.setdefault(letter, []).append(code)
+    gaps = {
+        letter: (len(codes), min(codes), max(codes))
+        for letter, codes in sorted(levels.items())
+        if len(codes) < max(codes) + 1
+    }
+    if not gaps:
+        return None
+    parts = (f"{x} has {n} codes from {low} to {high}" for x, (n, low, high) in gaps.items())
+    return Finding(
+        "codebooks",
+        "ok",
+        f"not all numbers are codes: level {'; '.join(parts)}. The size of a codebook is the "
+        "largest code and one more; an item whose code is no token cannot be imported",
+    )
+
+
+def _special(tokenizer: TextTokenizer) -> Finding | None:
+    """Finds ids that texts leave out."""
+    hidden = [
+        f"<{prefix}{letter}_{code}>"
+        for prefix, letter, code, _ in _code_tokens(tokenizer)
+        if tokenizer.hidden(f"<{prefix}{letter}_{code}>") is not None
+    ]
+    if not hidden:
+        return None
+    return Finding(
+        "special tokens",
+        "warn",
+        f"{len(hidden)} codes, such as {min(hidden)}, are special tokens: code that decodes with "
+        "skip_special_tokens deletes ids, and counts each of them as invalid. Here tokens are "
+        "compared, not texts",
+    )
+
+
+def _rows(
+    folder: Path, names: dict[str, Path], tokenizer: TextTokenizer, config: LanguageModelConfig
+) -> Finding | None:
+    """Finds codes whose rows of the embedding nobody has trained."""
+    tokens = sorted(token for *_, token in _code_tokens(tokenizer) if token < config.vocab_size)
+    if len(tokens) < 2 or EMBEDDING not in names:
+        return None
+    with opened_file(names[EMBEDDING]) as file:
+        table = read_tensor(file, EMBEDDING, names[EMBEDDING])
+    if table.ndim != 2 or len(table) <= tokens[-1]:
+        raise ValueError(
+            f"{names[EMBEDDING]}: {EMBEDDING} is {tuple(table.shape)}; config.json requires "
+            f"{(config.vocab_size, config.decoder.hidden_size)}"
+        )
+    rows = table[torch.tensor(tokens)].float()
+    if not bool(rows.isfinite().all()):
+        raise ValueError(f"{names[EMBEDDING]}: {EMBEDDING} holds NaN or infinity")
+    equal = len(tokens) - len(torch.unique(rows, dim=0))
+    if not equal:
+        return None
+    return Finding(
+        "embedding",
+        "warn",
+        f"{equal} of {len(tokens)} codes have the row of another code in {EMBEDDING}: their rows "
+        "were never trained. LoRA leaves new rows as they are unless modules_to_save names "
+        "embed_tokens and lm_head",
+    )
+
+
+def _adapter(folder: Path) -> Finding | None:
+    """Finds LoRA weights that are not in the model, or that lack the rows of new tokens."""
+    file = folder / "adapter_config.json"
+    if not file.exists():
+        return None
+    try:
+        saved = read_json(file).get("modules_to_save")
+    except ValueError as error:
+        return Finding("adapter", "fail", str(error))
+    named = saved if isinstance(saved, list) else []
+    lacks = [name for name in ("embed_tokens", "lm_head") if name not in named]
+    detail = f"{file.name}: modules_to_save is {saved!r:.80}"
+    if lacks:
+        detail += (
+            f", without {' and '.join(lacks)}: rows of codes that were added to the vocabulary are "
+            "not in the adapter, so a merge leaves them untrained"
+        )
+    if (folder / "config.json").exists():
+        detail += (
+            ". The adapter lies beside a model, and the import reads the model alone: if it is not "
+            "merged, merge it with peft (merge_and_unload); else delete adapter_*"
+        )
+    return Finding("adapter", "warn", detail)
 
 
 def _vocabulary(tokenizer: TextTokenizer, rows: int) -> Finding | None:
@@ -149,11 +336,33 @@ def _sampling(folder: Path) -> Finding | None:
     fields = read_json(file)
     if fields.get("do_sample") is not True:
         return None
+    others = [f"{name} {fields[name]!r:.20}" for name in SAMPLING if fields.get(name) is not None]
+    also = f", with {', '.join(others)}" if others else ""
     return Finding(
         "sampling",
         "warn",
-        "generation_config.json has do_sample true: an evaluation that does not switch it off "
-        "draws its beams, and its figures change from run to run. Slates here are deterministic",
+        f"generation_config.json has do_sample true{also}: an evaluation that does not switch it "
+        "off draws its beams, and its figures change from run to run. Here nothing is drawn",
+    )
+
+
+def _search(folder: Path) -> Finding | None:
+    """Finds settings of beam search that `generate` takes without a word."""
+    file = folder / "generation_config.json"
+    fields = read_json(file) if file.exists() else {}
+    found = [
+        f"{name} {fields[name]!r:.20}"
+        for name, neutral in SEARCH.items()
+        if fields.get(name) is not None and fields[name] != neutral
+    ]
+    if not found:
+        return None
+    return Finding(
+        "search",
+        "warn",
+        f"generation_config.json has {', '.join(found)}, which generate of transformers applies to "
+        "an evaluation that does not set them: a repetition penalty lowers the codes of the "
+        "history, a length penalty divides scores. Nothing of it is applied here",
     )
 
 

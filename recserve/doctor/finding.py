@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["ok", "warn", "fail"]
+State = Literal["ok", "warn", "fail", "ask"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Finding:
 
     Attributes:
         name: What was checked.
-        state: Outcome of the check.
+        state: Outcome of the check; `ask` is a question that no file answers.
         detail: What the check found, and advice unless the state is `ok`.
     """
 

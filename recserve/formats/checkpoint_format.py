@@ -140,12 +140,23 @@ class CheckpointFormat(Pluggable, ABC):
     Attributes:
         name: Name in `--format`.
         rule: The scoring rule of the original.
+        length_penalty: Power of the number of scored tokens that divides the original's scores.
         max_history: Most items in a prompt if nothing names another number.
+        original_mask: What the original's own search lets follow a token: a `trie` of ids, the used
+            codes of each level (`levels`), or `none`.
+        original_beams: Beams of its own evaluation.
+        lowers_beams: Whether that asks for fewer beams once memory ends.
+        published: What its published figures are of.
         spelling: How an id is spelled. Set by `read_ids` at the latest.
     """
 
     rule: ClassVar[Rule] = "children"
+    length_penalty: ClassVar[float] = 0.0
     max_history: ClassVar[int] = 50
+    original_mask: ClassVar[Literal["trie", "levels", "none"]] = "trie"
+    original_beams: ClassVar[int] = 1
+    lowers_beams: ClassVar[bool] = False
+    published: ClassVar[str] = ""
     spelling: IdSpelling
 
     def __init__(self, options: ImportOptions) -> None:

@@ -16,6 +16,7 @@ from recserve.files import UnreadableFile, read_json, regular_file
 from recserve.formats.checkpoint_format import IdSpelling, ImportFault
 
 ITEM_ID, SEMANTIC_ID = COLUMNS = ("item_id", "semantic_id")
+PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz")
 MAX_ROWS_BYTES = 16 << 30
 LETTERS = "abcdefgh"  # of the levels of a map NAME.index.json
 
@@ -40,6 +41,12 @@ def read_ids(path: Path, item_ids: Sequence[str], spelling: IdSpelling) -> np.nd
         ImportFault: If the file cannot be read, an item has no id, or an id is none.
     """
     suffix = path.suffix.lower()
+    if suffix in PICKLED:
+        raise ImportFault(
+            f"{path.name} may hold pickled objects, which are not read because unpickling runs "
+            "code; where you trust it, write its ids as numbers: "
+            "numpy.save('ids.npy', torch.load(FILE).numpy())"
+        )
     try:
         if suffix in (".npy", ".safetensors"):
             return _check_array(path, _array(path, suffix), len(item_ids), spelling)
@@ -145,9 +152,10 @@ def _array(path: Path, suffix: str) -> np.ndarray:
 def _check_array(path: Path, array: np.ndarray, items: int, spelling: IdSpelling) -> np.ndarray:
     wanted = (items, spelling.num_levels)
     if array.dtype.kind not in "iu" or array.shape != wanted:
+        turned = "; transpose it" if array.shape == wanted[::-1] else ""
         raise ImportFault(
             f"{path} holds {array.dtype} of shape {array.shape}; expected integers of shape "
-            f"{wanted}, one row for each item of the items' file, in its order"
+            f"{wanted}, one row for each item of the items' file, in its order{turned}"
         )
     if int(array.min()) < 0 or int(array.max()) >= 1 << 16:
         raise ImportFault(

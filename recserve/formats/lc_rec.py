@@ -30,6 +30,13 @@ class LcRec(CheckpointFormat):
     name = "lc-rec"
     rule = "vocabulary"
     max_history = 20
+    original_mask = "levels"
+    original_beams = 20
+    lowers_beams = True
+    published = (
+        "20 beams, the mean over 17 prompts, and invalid ids keep their places unless its test had "
+        "--filter_items, which moves them to the end."
+    )
 
     def __init__(self, options: ImportOptions) -> None:
         super().__init__(options)

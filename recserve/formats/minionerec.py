@@ -38,6 +38,11 @@ class MiniOneRec(CheckpointFormat):
 
     name = "minionerec"
     rule = "vocabulary"
+    original_beams = 50
+    published = (
+        "50 beams, hits at 1, 3, 5, 10, 20 and 50 by the text of an id, items of the history stay, "
+        "and CC counts invalid places."
+    )
 
     def __init__(self, options: ImportOptions) -> None:
         super().__init__(options)

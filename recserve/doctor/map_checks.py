@@ -1,0 +1,227 @@
+"""What a map of ids says of a recommender before its import: traps that the weights do not show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from recserve.doctor.finding import Finding
+from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault
+from recserve.models.language_model import LanguageModelConfig
+from recserve.tokenizer.tokenizer import TextTokenizer
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MappedCheckpoint:
+    """A checkpoint whose items have ids.
+
+    Attributes:
+        chosen: Its format.
+        tokenizer: Its tokeniser.
+        config: Its model.
+        value_bytes: Bytes of a weight, and of a number in a cache of the original.
+        item_ids: [I] items.
+        codes: [I, L] their codes.
+        rule: The scoring rule of the import.
+        max_history: Most items in a prompt.
+    """
+
+    chosen: CheckpointFormat
+    tokenizer: TextTokenizer
+    config: LanguageModelConfig
+    value_bytes: int
+    item_ids: Sequence[str]
+    codes: np.ndarray
+    rule: str
+    max_history: int
+
+    def spell(self, row: int) -> str:
+        """Returns the text of an item's id."""
+        return self.chosen.spelling.spell(self.codes[row].tolist())
+
+    def prompt(self, rows: Sequence[int]) -> list[int]:
+        """Returns the tokens of a prompt, as the format makes them of a history of item rows."""
+        texts = [self.spell(row) for row in rows]
+        return self.chosen.encode(self.tokenizer, self.chosen.prompt(texts))
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Returns the tokens after an id that this rule scores."""
+        return self.chosen.ending_tokens(self.tokenizer) if self.rule == "vocabulary" else ()
+
+
+def examine_map(given: MappedCheckpoint) -> list[Finding]:
+    """Returns what is known of a checkpoint and its map. Raises ImportFault."""
+    checks = (_shared, _offsets, _masked, _first_level, _prompt, _rule, _divisor, _memory)
+    return [one for check in checks if (one := check(given)) is not None]
+
+
+def _shared(given: MappedCheckpoint) -> Finding | None:
+    found, first, counts = np.unique(given.codes, axis=0, return_index=True, return_counts=True)
+    if len(found) == len(given.codes):
+        return Finding("shared ids", "ok", f"{len(found)} items have {len(found)} ids")
+    most = int(counts.argmax())
+    return Finding(
+        "shared ids",
+        "warn",
+        f"{len(given.codes)} items have {len(found)} ids; {given.spell(int(first[most]))} belongs "
+        f"to {counts[most]} items. A figure that compares ids counts a hit for each of them. "
+        "--shared-ids says which of them are recommended, and hits are items here",
+    )
+
+
+def _offsets(given: MappedCheckpoint) -> Finding | None:
+    """Finds codes that count on from level to level: level * size + code."""
+    least, most = given.codes.min(0), given.codes.max(0)
+    if given.codes.shape[1] < 2 or not (least[1:] > most[:-1]).all():
+        return None
+    spans = ", ".join(f"{a} to {b}" for a, b in zip(least.tolist(), most.tolist(), strict=True))
+    return Finding(
+        "offsets",
+        "warn",
+        f"the codes of the levels are {spans}: each level counts on after the one before. That is "
+        "right if the tokens are spelled with these numbers; else subtract the first of each level",
+    )
+
+
+def _masked(given: MappedCheckpoint) -> Finding | None:
+    """Compares what the original's mask allows with the ids that there are."""
+    ids = len(np.unique(given.codes, axis=0))
+    if given.chosen.original_mask == "trie":
+        return None
+    if given.chosen.original_mask == "none":
+        allowed = "any tokens"
+    else:
+        counts = [len(np.unique(level)) for level in given.codes.T]
+        allowed = f"each used code of a level after any other, {math.prod(counts):,} ids"
+    return Finding(
+        "mask",
+        "warn",
+        f"the original allows {allowed}; {ids:,} ids belong to items. Others take places in its "
+        "slates, so its figures are not those of slates of items. Here slates hold items alone",
+    )
+
+
+def _first_level(given: MappedCheckpoint) -> Finding | None:
+    used, beams = len(np.unique(given.codes[:, 0])), given.chosen.original_beams
+    if given.chosen.original_mask != "trie" or used >= 2 * beams or beams == 1:
+        return None
+    return Finding(
+        "first level",
+        "warn",
+        f"{used} codes of level 1 are in use, and {beams} beams ask for {2 * beams} candidates: "
+        "forbidden ones fill the original's beams until level 2. Here a beam is always a valid one",
+    )
+
+
+def _prompt(given: MappedCheckpoint) -> Finding:
+    most, positions = given.max_history, given.config.decoder.max_positions
+    rows = np.resize(np.arange(len(given.item_ids)), most).tolist()
+    length = len(given.prompt(rows)) + given.codes.shape[1] + len(given.end_tokens())
+    text = "".join(given.chosen.prompt([given.spell(row) for row in rows[:2]]))
+    detail = (
+        f"the last {most} items of a history, oldest first, make {length} tokens with an id. With "
+        f"two items a prompt ends {text[-160:]!r}"
+    )
+    if length > positions:
+        return Finding(
+            "prompt",
+            "fail",
+            f"{detail}; the model has {positions} positions, so choose a smaller --max-history",
+        )
+    own = given.chosen.max_history
+    if most != own and given.chosen.published:
+        detail += f"; the format itself takes {own} items, so scores are not its scores"
+        return Finding("prompt", "warn", detail)
+    return Finding("prompt", "ok", detail)
+
+
+def _rule(given: MappedCheckpoint) -> Finding:
+    over = {
+        "vocabulary": f"all {given.config.vocab_size:,} tokens, valid or not",
+        "level": "all codes of the level, valid or not",
+        "children": "the codes that continue the id of an item",
+    }
+    ends = given.end_tokens()
+    names = " and ".join(repr(given.tokenizer.tokenizer.decode([t], False)) for t in ends)
+    also = f" After the codes come {names} (tokens {list(ends)}), scored too." if ends else ""
+    own = given.chosen.rule
+    other = (
+        "" if given.rule == own else f" The original's rule is {own}; scores are not its scores."
+    )
+    return Finding(
+        "rule",
+        "ok" if given.rule == own else "warn",
+        f"{given.rule}: the softmax of a code runs over {over[given.rule]}.{also}{other} The rule "
+        "changes scores and order, and the bundle stores it",
+    )
+
+
+def _divisor(given: MappedCheckpoint) -> Finding | None:
+    penalty = given.chosen.length_penalty
+    if not penalty:
+        return None
+    count = given.codes.shape[1] + len(given.end_tokens())
+    return Finding(
+        "divisor",
+        "ok",
+        f"the original divides a score by the number of its tokens to the power of {penalty:g}, "
+        f"here {count}. Older versions of transformers divide by other numbers: compare orders",
+    )
+
+
+def _memory(given: MappedCheckpoint) -> Finding | None:
+    """LETTER's test catches an end of memory, and goes on with one beam less."""
+    if not given.chosen.lowers_beams:
+        return None
+    sizes, beams = given.config.decoder, given.chosen.original_beams
+    rows = np.resize(np.arange(len(given.item_ids)), given.max_history).tolist()
+    tokens = len(given.prompt(rows)) + given.codes.shape[1]
+    cache = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * given.value_bytes
+    size = cache * tokens * beams / GIB
+    return Finding(
+        "beams",
+        "warn",
+        f"{beams} beams of {tokens} tokens need {size:.2g} GiB of keys and values for each user of "
+        "a batch. LETTER's test lowers the number of beams by one each time memory ends, and its "
+        "figures do not say so: ask with how many a figure was measured",
+    )
+
+
+def published_figure(chosen: CheckpointFormat | None) -> Finding:
+    """Asks which column a published figure belongs to."""
+    columns = [
+        "how many beams, and the K of the metric",
+        "valid items alone, or all places of the beams",
+        "hits of items, or of ids that several items share",
+        "with or without items of the history",
+        "validation or test, and which prompt",
+        "which rule, and whether beams were drawn",
+    ]
+    own = "" if chosen is None or not chosen.published else f" {chosen.name}: {chosen.published}"
+    return Finding(
+        "published figure",
+        "ask",
+        f"which column does a figure belong to that you compare with? Ask: {'; '.join(columns)}."
+        f"{own} `recserve evaluate` measures here: items, on the test event, without items of the "
+        "history unless it is told otherwise",
+    )
+
+
+def spelled_tokens(given: MappedCheckpoint) -> list[tuple[int, ...]]:
+    """Returns the tokens of each item's id, as the tokeniser makes them of its text.
+
+    Raises:
+        ImportFault: If an id has other tokens than one for each code.
+    """
+    found = []
+    for row in range(len(given.item_ids)):
+        tokens = tuple(given.tokenizer.encode(given.spell(row), special=False))
+        if not tokens:
+            raise ImportFault(f"item {given.item_ids[row][:80]!r} has an id without tokens")
+        found.append(tokens)
+    return found
