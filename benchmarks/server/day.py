@@ -197,7 +197,7 @@ class Day:
         self.client = httpx.Client(base_url=self.server.url, timeout=60)
         self.acknowledged: set[tuple[str, str]] = set()
         self.unwanted: str | None = None
-        self.number = self.failed = 0
+        self.number = self.failed = self.in_log = self.in_store = 0
         self.frozen: Service | None = None
         self.quality: list[dict[str, float]] = []
         self.runs: list[dict[str, Any]] = []
@@ -393,6 +393,8 @@ class Day:
             "options": asdict(self.options),
             "seconds": round(time.monotonic() - started, 1),
             "acknowledged": len(self.acknowledged),
+            "in_event_log": self.in_log,
+            "in_history_store": self.in_store,
             "lost": len(lost),
             "failed_requests": self.failed,
             "quality": self.quality,
@@ -409,14 +411,16 @@ class Day:
         store.close()
         from recserve.features.history.history import event_key
 
-        found = set()
-        for folder in (self.folder / "events.log", self.folder / "exported"):
+        sources = [self.folder / "events.log", self.folder / "exported"]
+        there = []
+        for folder in sources:
             table = read_event_files(folder)
             users, keys = table.column("user_id").to_pylist(), table.column("event_key").to_pylist()
-            found |= set(zip(users, keys, strict=True))
-        sources = [self.folder / "events.log", self.folder / "exported"]
+            found = set(zip(users, keys, strict=True))
+            there.append({(u, e) for u, e in self.acknowledged if (u, event_key(e)) in found})
+        self.in_log, self.in_store = map(len, there)
         read_events(sources, bundle.catalog().items)  # a build can join them
-        return {(u, e) for u, e in self.acknowledged if (u, event_key(e)) not in found}
+        return self.acknowledged - there[0] - there[1]
 
 
 def main() -> None:

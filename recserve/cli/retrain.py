@@ -202,7 +202,12 @@ def _current(config: RetrainConfig, admin_key: str | None) -> str:
         current = client.bundle_status().current
     if current is None:
         raise RuntimeError(f"{config.url}: the server has no bundle yet; wait until it is ready")
-    return str(current.path)
+    return _real_name(config, current.path)
+
+
+def _real_name(config: RetrainConfig, name: str) -> str:
+    """Returns the name of a bundle's folder, of a link that which it leads to."""
+    return (Path(config.bundles_dir) / name).resolve().name
 
 
 def _load(
@@ -217,27 +222,27 @@ def _load(
     with open_client(config.url, admin_key) as client:
         while (found := client.bundle_status()).state == "loading":
             time.sleep(POLL_S)
-        current = "" if found.current is None else found.current.path
+        current = "" if found.current is None else _real_name(config, found.current.path)
         fleet = found.fleet.path if config.fleet and found.fleet else ""
         refused = ""
         if current not in (name, run.record["served"]):
             refused = f"the server has got {current} since; the gate compared with another bundle"
         elif name not in (current, fleet):
             client.load_bundle(BundleLoadRequest(path=name, fleet=config.fleet))
-        refused = refused or _await_load(client, name, config.fleet)
+        refused = refused or _await_load(config, client, name)
     run.note("after", read_metrics(config, api_key))
     return {"name": name, "refused": refused}
 
 
-def _await_load(client: Client, name: str, fleet: bool) -> str:
+def _await_load(config: RetrainConfig, client: Client, name: str) -> str:
     """Waits until a server, or all of a fleet, have loaded a bundle. Returns why not, or empty."""
     silent_at_s = time.monotonic() + SILENT_S
     while True:
         found = client.bundle_status()
-        if not fleet:
+        if not config.fleet:
             if found.state != "loading":
-                there = found.current is not None and found.current.path == name
-                return "" if there else found.message or "it was refused"
+                current = "" if found.current is None else _real_name(config, found.current.path)
+                return "" if current == name else found.message or "it was refused"
         elif found.fleet and found.fleet.path == name:
             if found.fleet.state not in ("loading", "returning"):
                 return "" if found.fleet.state == "ready" else found.fleet.message or "it failed"
@@ -259,7 +264,7 @@ def _roll_back(config: RetrainConfig, run: Run, name: str, admin_key: str | None
                 client.load_bundle(BundleLoadRequest(path=old, fleet=True, force=True))
         elif found.current is not None and found.current.path == name and found.state != "loading":
             client.rollback_bundle()
-        if fault := _await_load(client, old, config.fleet):
+        if fault := _await_load(config, client, old):
             raise RuntimeError(f"{config.url}: the rollback failed: {fault}")
     return {"name": old}
 

@@ -8,6 +8,7 @@ import importlib
 import pytest
 import yaml
 
+from recserve.cli.app import app as typer_app
 from recserve.config import ServerConfig
 from recserve.schemas.api import OPEN_PATHS
 from tests.support.manifests import as_pod, check_drain, check_schema, check_security, probe_paths
@@ -97,3 +98,17 @@ def test_the_ray_cluster_can_hold_the_most_replicas():
     assert args["cpus"] <= per_worker
     assert workers["minReplicas"] * per_worker >= args["min_replicas"] * args["cpus"]
     assert workers["maxReplicas"] * per_worker >= args["max_replicas"] * args["cpus"]
+
+
+def test_the_ray_job_retrains():
+    spec = manifest("ray/retrain-job.yaml")["spec"]
+    pod = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    check_schema(as_pod(pod))
+    check_security(pod, read_only=False)
+    program, command, file = spec["entrypoint"].split()
+    assert (program, command) == ("recserve", "retrain")
+    assert command in {one.name for one in typer_app.registered_commands} | {
+        one.callback.__name__ for one in typer_app.registered_commands
+    }
+    (container,) = pod["containers"]
+    assert any(file.startswith(f"{one['mountPath']}/") for one in container["volumeMounts"])

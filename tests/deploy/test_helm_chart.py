@@ -32,8 +32,13 @@ def render(values=None, name="rec"):
         rendered = chart.render({**LEAST, **(values or {})}, name=name, namespace="shop")
     parts = [part for file, part in rendered.items() if file.endswith(".yaml")]
     found = [one for part in parts for one in yaml.safe_load_all(part) if one]
-    assert len({one["kind"] for one in found}) == len(found)
-    return {one["kind"]: one for one in found}
+    headless = {"clusterIP": "None"}.items()
+    kinds = [
+        "Pods" if one["kind"] == "Service" and headless <= one["spec"].items() else one["kind"]
+        for one in found
+    ]
+    assert len(set(kinds)) == len(kinds)
+    return dict(zip(kinds, found, strict=True))
 
 
 def pod_of(manifests):
@@ -140,7 +145,9 @@ def test_a_changed_setting_or_bundle_rolls_the_pods():
 
 def test_names_and_selectors_agree():
     for name in ("rec", "recserve", "x" * 53):
-        manifests = render({"serviceMonitor": {"enabled": True}}, name)
+        secret = {**LEAST["secret"], "adminKeys": [KEY]}
+        monitored = {"serviceMonitor": {"enabled": True}, "retrain": {"enabled": True}}
+        manifests = render({**monitored, "secret": secret}, name)
         labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
         selectors = [
             manifests["Deployment"]["spec"]["selector"]["matchLabels"],
@@ -151,6 +158,7 @@ def test_names_and_selectors_agree():
         monitored = manifests["ServiceMonitor"]["spec"]["selector"]["matchLabels"]
         assert monitored.items() <= manifests["Service"]["metadata"]["labels"].items()
         assert all(len(one["metadata"]["name"]) <= 63 for one in manifests.values())
+        assert len(manifests["CronJob"]["metadata"]["name"]) <= 52  # of Kubernetes
         assert (
             pod_of(manifests)["serviceAccountName"]
             == (manifests["ServiceAccount"]["metadata"]["name"])
@@ -298,19 +306,32 @@ def test_a_misspelt_setting_is_refused(name):
         chart.render({**LEAST, "config": {f"{name}x": 1}})
 
 
-def test_the_cron_job_retrains_what_the_pods_record(tmp_path, monkeypatch):
-    secret = {"apiKeys": [KEY], "signingKey": KEY, "adminKeys": [KEY]}
+@pytest.mark.parametrize("store", ["", "redis://redis:6379/0"])
+def test_the_cron_job_retrains_what_the_pods_record(tmp_path, monkeypatch, store):
+    secret = {"apiKeys": [KEY], "signingKey": KEY, "adminKeys": [KEY], "store": store}
     manifests = render({"retrain": {"enabled": True}, "secret": secret})
     job = manifests["CronJob"]["spec"]["jobTemplate"]["spec"]["template"]["spec"]
     check_security(job)
     (container,) = job["containers"]
     assert container["args"] == ["retrain", "/etc/recserve/retrain.yaml"]
     (tmp_path / "retrain.yaml").write_text(manifests["ConfigMap"]["data"]["retrain.yaml"])
-    settings = read_config(tmp_path / "retrain.yaml")
+    variables = [one["name"] for one in container["env"]]
+    assert ("RECSERVE_STORE" in variables) == bool(store)
+    settings = read_config(tmp_path / "retrain.yaml", store or None)
+    if store:
+        monkeypatch.setenv("RECSERVE_STORE", store)
     served = config_of(manifests, tmp_path, monkeypatch)
     assert str(served.bundles_dir) == settings.bundles_dir
     assert str(served.event_log) == settings.event_log
     assert str(served.slate_log) == settings.slate_log
+    assert settings.fleet == bool(store) and served.catalog_log == ("redis" if store else "file")
+    assert settings.catalog_url == (store or None)
+    assert settings.journal == (None if store else str(served.journal))
+    (address,) = settings.metrics
+    pods = manifests["Pods"]
+    assert address == f"http://{pods['metadata']['name']}:{pods['spec']['ports'][0]['port']}"
+    labels = manifests["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert pods["spec"]["selector"].items() <= labels.items()
     assert settings.url.startswith(f"http://{manifests['Service']['metadata']['name']}")
     mounts = {one["mountPath"] for one in container["volumeMounts"]}
     assert "/retrain" in mounts
