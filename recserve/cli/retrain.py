@@ -394,6 +394,10 @@ def watch(config: RetrainConfig, run: Run, api_key: str | None) -> dict[str, Any
     if before.get("answers", 0.0) < limits.min_requests:
         before = window({}, run.record["before"])  # all that the processes have answered
     started = time.monotonic()
+    typer.echo(
+        f"watch: {limits.minutes:g} minutes, and up to {limits.longest_minutes:g} until "
+        f"{limits.min_requests} requests are answered"
+    )
     while True:
         now = window(run.record["after"], read_metrics(config, api_key))
         faults = guard_faults(before, now, limits)
