@@ -212,9 +212,9 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Names the settings that steps up to the gate depend on."""
-        own = msgspec.structs.replace(
-            self, url=None, metrics=None, link=None, guard=Guardrails(), keep_runs=1
-        )
+        own = msgspec.structs.asdict(self)
+        for name in ("url", "metrics", "link", "guard", "keep_runs"):
+            del own[name]
         return hashlib.sha256(msgspec.json.encode(own)).hexdigest()[:16]
 
 

@@ -95,6 +95,15 @@ def test_a_wrong_file_is_named(tmp_path, text, said):
     assert said in f"{done.output} {done.exception}"
 
 
+def test_a_run_goes_on_if_only_its_watch_has_other_settings(tmp_path):
+    file = tmp_path / "c.yaml"
+    digests = []
+    for more in ("", "guard: {minutes: 1}\n", "seed: 1\n", "gate: {days: 3}\n"):
+        file.write_text(f"items: i\nbundles_dir: b\nruns: r\nevents: [e]\nurl: x\n{more}")
+        digests.append(retrain.read_config(file).digest)
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+
+
 def test_a_bundle_compared_with_itself_does_not_differ(tmp_path):
     bundle = Bundle.open(tiny_bundle(tmp_path))
     found = compare(bundle, bundle, GateLimits(days=10_000))
