@@ -71,7 +71,7 @@ class DayOptions:
     items: int = 1200
     hours: int = 24
     every: int = 3
-    epochs: int = 4
+    epochs: int = 2
     slates: float = 0.3
     drift: float = 0.08
     seed: int = 0
@@ -368,6 +368,13 @@ class Day:
 
     def run(self) -> dict[str, Any]:
         """Runs the day and returns what was measured."""
+        try:
+            return self._run()
+        finally:
+            if self.server.process is not None:
+                self.server.process.kill()
+
+    def _run(self) -> dict[str, Any]:
         started = time.monotonic()
         self.prepare()
         self.measure()
