@@ -94,7 +94,8 @@ class Matcher(Protocol):
             row: [W] receives bit t % 32 of word t // 32 for token t.
 
         Raises:
-            ConstraintError: If a limit of the matcher is met. It is of no use from then on.
+            ConstraintError: If a limit of the matcher is met. It is of no use from then on, and
+                `Constraint.restart` says whether the text can go on.
         """
         ...
 
@@ -121,6 +122,16 @@ class Constraint(Protocol):
 
     def start(self) -> Matcher:
         """Returns the matcher of an empty text. It is safe to call from any thread."""
+        ...
+
+    def restart(self, tokens: Sequence[int]) -> Matcher:
+        """Returns a matcher that has advanced over tokens, and has met nothing else.
+
+        It takes up to a second, and is safe to call from any thread.
+
+        Raises:
+            ConstraintError: If the tokens alone meet a limit.
+        """
         ...
 
 

@@ -10,15 +10,19 @@ Here d may not follow a, and c may not follow b. Only e may follow b, and f is t
 it: they are sure, so they are drafted, whatever the drafter has proposed.
 
 The rule `sample` draws from the masked distribution at every node, so the text does not depend on
-what is left out or added. A rule that compares the target with the draft tries a drawn node that
-the mask forbids, and rejects it: such a node stays, as a leaf.
+what is left out or added. A rule that compares the target with the draft needs all drawn nodes that
+it may try, whatever their tokens are:
+
+- A drawn node that the mask forbids stays, as a leaf. It is rejected.
+- A drawn node behind which the copy meets a limit stays too. If it is accepted, the path ends there
+  without a further token, because the mask of that token is not known. The next step draws it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -39,6 +43,7 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.sampling_params import SamplingParams
 
 ROOT, ADDED = -1, -1
+NO_MASK, UNKNOWN = -1, -2  # in place of a row
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class ConstrainedDraft:
         draft: What is scored.
         origins: Node of `proposed` that each node of `draft` is; ADDED for a forced token.
         bits: [R, W] int32 masks, as `TokenMasks.bits`. The first one is that of node 0.
-        rows: Row of `bits` for node 0 and each node of `draft`; -1 if no path continues there.
+        rows: Row of `bits` for node 0 and each node of `draft`; NO_MASK if no path continues there,
+            UNKNOWN if what may follow is not known.
     """
 
     proposed: TextDraft
@@ -59,10 +65,26 @@ class ConstrainedDraft:
     bits: NDArray[np.int32]
     rows: tuple[int, ...]
 
-    def without_draft(self) -> ConstrainedDraft:
-        """Returns the same without nodes, for a text that has no pages for them."""
-        none = empty_draft()
-        return ConstrainedDraft(none, none, (), self.bits[:1], (0,))
+    def first(self, count: int) -> ConstrainedDraft:
+        """Returns the first nodes, for a text that has no pages for more.
+
+        How many there are must not depend on drawn tokens, for rules that compare them with the
+        target: so not all nodes are left out.
+        """
+        whole = self.draft
+        parents, kinds = whole.parents[:count], whole.kinds
+        depths: list[int] = []
+        for parent in parents.tolist():
+            depths.append(1 if parent == ROOT else 1 + depths[parent])
+        draft = TextDraft(
+            whole.tokens[:count],
+            parents,
+            max(depths, default=0),
+            probs=None if whole.probs is None else whole.probs[:count],
+            kinds=None if kinds is None else kinds[:count],
+            candidate_depth=None if kinds is None else _levels(depths, kinds.tolist()),
+        )
+        return replace(self, draft=draft, origins=self.origins[:count], rows=self.rows[: 1 + count])
 
     def accepted(self, path: Seq[int]) -> tuple[int, ...]:
         """Returns the accepted nodes of `proposed`.
@@ -104,7 +126,7 @@ class ConstrainedDraft:
             num_prompt: Number of tokens of the prompt.
             params: The parameters of the text, which ban tokens too.
         """
-        text = [*written, *tokens]
+        text = [*written, *tokens] if params.bad_words else written
         for place, (node, token) in enumerate(zip(nodes, tokens, strict=True)):
             before = len(written) + place
             row = self.rows[node]
@@ -137,7 +159,8 @@ def constrain(
         budget: Limits of the draft.
         vocab_size: V.
         stops: Tokens that end the text.
-        tries_refused: Whether drawn nodes that the constraint forbids stay, as leaves.
+        tries_refused: Whether drawn nodes stay, as leaves, that the constraint forbids or that meet
+            a limit of the matcher's copy.
 
     Raises:
         NoTokenLeft: If no token may follow the committed ones.
@@ -147,6 +170,8 @@ def constrain(
     matcher.fill(first)
     if not first.any():
         raise NoTokenLeft("no token fulfils the constraint and allowed_token_ids together")
+    if not proposed.num_nodes and (not budget.num_nodes or only_token(first) is None):
+        return ConstrainedDraft(proposed, proposed, (), first[None], (0,))
     walk = _Walk(matcher, proposed, budget, stops, tries_refused and proposed.probs is not None)
     walk.masks.append(first)
     walk.visit(ROOT, ROOT, first, 0)
@@ -220,7 +245,9 @@ class _Walk:
         mask = self._advance(token)
         if mask is None:
             self._drop_below(child, True)
-            return False
+            if self.tries_refused:
+                self._add(token, here, depth, child, row=UNKNOWN)
+            return self.tries_refused
         self._left -= 1
         place = self._add(token, here, depth, child, mask)
         self.visit(child, place, mask, depth)
@@ -292,6 +319,7 @@ class _Walk:
         depth: int,
         origin: int = ADDED,
         mask: NDArray[np.int32] | None = None,
+        row: int = NO_MASK,
     ) -> int:
         """Adds a node to the draft that is scored, and returns its number."""
         self._tokens.append(token)
@@ -299,7 +327,7 @@ class _Walk:
         self._depths.append(depth)
         self._kinds.append(CANDIDATE if origin == ADDED else self._own_kinds[origin])
         self._origins.append(origin)
-        self._rows.append(-1 if mask is None else len(self.masks))
+        self._rows.append(row if mask is None else len(self.masks))
         if mask is not None:
             self.masks.append(mask)
         return len(self._tokens) - 1
@@ -310,16 +338,15 @@ class _Walk:
         draft = empty_draft()
         origins = tuple(self._origins)
         if size:
-            candidates = [
-                d for d, kind in zip(self._depths, self._kinds, strict=True) if kind == CANDIDATE
-            ]
             draft = TextDraft(
                 torch.tensor(self._tokens),
                 torch.tensor(self._parents),
                 max(self._depths),
                 probs=self._probs(),
                 kinds=None if proposed.kinds is None else torch.tensor(self._kinds),
-                candidate_depth=None if proposed.kinds is None else max(candidates, default=0),
+                candidate_depth=None
+                if proposed.kinds is None
+                else _levels(self._depths, self._kinds),
             )
         return ConstrainedDraft(proposed, draft, origins, np.stack(self.masks), tuple(self._rows))
 
@@ -334,6 +361,12 @@ class _Walk:
                 rows[place] = 0
                 rows[place, self._tokens[place]] = 1
         return rows
+
+
+def _levels(depths: Seq[int], kinds: Seq[int]) -> int:
+    """Returns the greatest depth of a candidate."""
+    found = [depth for depth, kind in zip(depths, kinds, strict=False) if kind == CANDIDATE]
+    return max(found, default=0)
 
 
 def only_token(mask: NDArray[np.int32]) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from recserve.engine.constrained_drafts import ConstrainedDraft
+from recserve.engine.constrained_drafts import NO_MASK, ConstrainedDraft
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import StepInputs, draft_probs
 from recserve.kernels.acceptance.masks import TokenMasks
@@ -101,21 +101,20 @@ class TextGroup:
     def constrained(self, drafts: Mapping[TextSequence, ConstrainedDraft]) -> TextGroup:
         """Returns the group with the masks of its constrained texts, which have these drafts."""
         own: dict[int, ConstrainedDraft] = {}
-        rows = np.full(len(self.sizes) + sum(self.sizes), -1, np.int64)
-        first = num_masks = 0
+        rows: list[int] = []
+        num_masks = 0
         for number, (sequence, size) in enumerate(zip(self.sequences, self.sizes, strict=True)):
             draft = drafts.get(sequence)
-            if draft is not None:
+            if draft is None:
+                rows += [NO_MASK] * (1 + size)
+            else:
                 own[number] = draft
-                places = np.array(draft.rows, np.int64)
-                places[places >= 0] += num_masks
-                rows[first : first + 1 + size] = places
+                rows += [NO_MASK if row < 0 else num_masks + row for row in draft.rows]
                 num_masks += len(draft.bits)
-            first += 1 + size
         if not own:
             return self
         bits = np.concatenate([draft.bits for draft in own.values()])
-        return replace(self, masks=GroupMasks(own, bits, rows))
+        return replace(self, masks=GroupMasks(own, bits, np.array(rows, np.int64)))
 
 
 class TextGroups:

@@ -15,14 +15,14 @@ import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 from recserve.core.client import Client
-from recserve.core.constraint import NoTokenLeft
+from recserve.core.constraint import ConstraintError, Matcher, NoTokenLeft
 from recserve.core.draft_policy import DepthPolicy, DraftHealth
 from recserve.core.errors import DeadlineExceeded
 from recserve.core.finite import NotFinite, all_finite
@@ -30,7 +30,7 @@ from recserve.core.plugins import request_error
 from recserve.core.sequence import Sequence
 from recserve.drafters.registry import check_speculation
 from recserve.engine.capture import GraphSet, PrefillGraphs
-from recserve.engine.constrained_drafts import ConstrainedDraft, constrain
+from recserve.engine.constrained_drafts import UNKNOWN, ConstrainedDraft, constrain
 from recserve.engine.draft_proposer import DraftProposer, Refusal
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
@@ -170,6 +170,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             return self.graphs.token_counts
         rows, device = self.kv.slots.shape[0], self.kv.slots.device
         return TokenCounts(rows, self.model.config.vocab_size, device)
+
+    @cached_property
+    def _restarts(self) -> ThreadPoolExecutor:
+        """The thread that makes matchers anew, once a text needs one."""
+        return ThreadPoolExecutor(1, "matchers")
 
     @property
     def admitted(self) -> list[TextSequence]:
@@ -435,7 +440,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             stepping = [s for s in self.running if s.missing == rows.get(s, 0)]
         drafts, refusals = self._proposer.propose(stepping, sum(part.size for part in parts))
         constrained = self._constrain(drafts, refusals) if self._constrains else None
-        if refusals:
+        if len(drafts) < len(stepping):
             stepping = [s for s in stepping if s in drafts]
             self._end(refusals)
         for sequence in self._proposer.called:
@@ -446,7 +451,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             return self._text_groups.of(stepping, drafts)
         for sequence, own in constrained.items():
             if not self._grow(sequence, sequence.length + own.draft.num_nodes):
-                constrained[sequence] = own = own.without_draft()
+                constrained[sequence] = own = own.first(sequence.capacity - sequence.length)
             drafts[sequence] = own.draft
         return [group.constrained(constrained) for group in self._text_groups.of(stepping, drafts)]
 
@@ -455,8 +460,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
     ) -> dict[TextSequence, ConstrainedDraft]:
         """Returns the drafts of constrained texts, without what is forbidden and with what is sure.
 
+        A text whose matcher meets a limit waits until another thread has made it anew.
+
         Args:
-            drafts: The proposed drafts. Those of texts that cannot go on are removed.
+            drafts: The proposed drafts. Those of texts that wait or cannot go on are removed.
             refusals: Receives these texts with their errors.
         """
         texts = [s for s in drafts if s.request.constraint is not None]
@@ -476,7 +483,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     rule.reads_probs and not request.params.greedy,
                 )
             except Exception as error:
-                refusals.append((sequence, error))
+                if isinstance(error, ConstraintError) and not isinstance(error, NoTokenLeft):
+                    self._restart_matcher(sequence)
+                else:
+                    refusals.append((sequence, error))
                 del drafts[sequence]
                 self._proposer.called.discard(sequence)
                 continue
@@ -484,6 +494,28 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             drafts[sequence] = own.draft
             self._proposer.note_nodes(own.draft.num_nodes - proposed.num_nodes)
         return found
+
+    def _restart_matcher(self, sequence: TextSequence) -> None:
+        """Preempts a text until another thread has made its matcher anew."""
+        constraint, context = sequence.request.constraint, sequence.context
+        assert constraint is not None
+        output = context.tokens[context.num_prompt :]
+        sequence.matcher, sequence.waits = None, True
+        sequence.new_matcher = self._restarts.submit(constraint.restart, output)
+        self._preempt(sequence)
+
+    def _lacks_matcher(self, sequence: TextSequence, made: Future[Matcher]) -> bool:
+        """Returns whether a text still waits for its matcher, or has ended at a limit."""
+        if not self.running:  # nothing else to do; other models step soon
+            wait([made], 1e-3)
+        if not made.done():
+            return True
+        sequence.new_matcher, error = None, made.exception()
+        if error is not None:
+            self._end([(sequence, request_error(error))])
+            return True
+        sequence.matcher = made.result()
+        return False
 
     def _commit(self, group: TextGroup, outputs: StepOutputs) -> None:
         """Appends the accepted tokens, passes outcomes to the drafters, and ends finished texts.
@@ -500,6 +532,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence.timing.forwards += 1
             sequence.timing.nodes += 1 + draft.num_nodes
             constrained = None if masks is None else masks.drafts.get(number)
+            cut = False
             try:
                 sequence.nonfinite |= number in verified.nonfinite
                 if sequence.nonfinite:
@@ -509,6 +542,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                         f"the acceptance rule {group.rules[number]!r} returned no path of 0 to "
                         f"{draft.depth} nodes of the draft"
                     )
+                if constrained is not None and constrained.rows[path[-1] - first] == UNKNOWN:
+                    # The draw behind the path had no mask. The next step draws that token.
+                    cut, path, tokens = True, path[:-1], tokens[:-1]
                 top = sequence.request.params.logprobs
                 logprobs = () if top is None else token_logprobs(logits, path, tokens, top)
                 if constrained is None:
@@ -524,6 +560,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             used, ended = min(len(path) - 1, len(added)), sequence.finish_reason is not None
             state = hidden[path[used]] if ended or last_hidden is None else last_hidden[number]
             ranked = None if verified.ranked is None else verified.ranked[number]
+            if cut:
+                state, ranked = hidden[path[used]].clone(), None
+                if sequence.request.params.counts_tokens:  # they have the draw
+                    self.token_counts.start(sequence.row, sequence.context)
             sequence.mark_computed(before + used, state, ranked)
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
@@ -562,6 +602,9 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """Resumes preempted texts in order, until one finds no pages."""
         left: list[TextSequence] = []
         for sequence in list(self.preempted):
+            made = sequence.new_matcher
+            if made is not None and self._lacks_matcher(sequence, made):
+                continue
             if all(s.waits for s in left) and self._place(sequence):
                 self.preempted.remove(sequence)
                 insort(self.running, sequence, key=service_order)
@@ -659,7 +702,6 @@ def commit_constrained(
 
     Raises:
         NoTokenLeft: If the text reaches a place where no token is left.
-        ConstraintError: If the matcher meets a limit.
     """
     context, params = sequence.context, sequence.request.params
     written = context.tokens
@@ -669,8 +711,11 @@ def commit_constrained(
         added = sequence.commit(tokens[:allowed], constrained.draft, logprobs[:allowed])
         if sequence.finish_reason is None:
             matcher = sequence.match()
-            for token in added:
-                matcher.advance(token)
+            try:
+                for token in added:
+                    matcher.advance(token)
+            except ConstraintError:
+                sequence.matcher = None  # before the next step it is made anew
     if allowed < len(tokens) and sequence.finish_reason is None:
         raise NoTokenLeft(
             f"no token is left after {context.num_output} tokens: the constraint allows only "

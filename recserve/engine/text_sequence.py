@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recserve.core.constraint import Matcher
+from recserve.core.constraint import ConstraintError, Matcher
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
 from recserve.speculation.completion import (
@@ -43,7 +43,9 @@ class TextSequence(Sequence):
         num_read: Number of first positions whose states the drafter has received.
         paused: Whether the draft policy grants no draft in this step.
         end: Most committed tokens that the positions and the request allow.
-        matcher: Automaton of the output of a constrained text, from its first step on.
+        matcher: Automaton of the output of a constrained text, from its first step on. None if a
+            limit was met: then it is made anew.
+        new_matcher: The matcher that is being made anew for a text without one.
     """
 
     request: TextQuery
@@ -62,6 +64,7 @@ class TextSequence(Sequence):
     stop_token: int | None = None
     end: int = field(init=False)
     matcher: Matcher | None = None
+    new_matcher: Future[Matcher] | None = None
 
     def __post_init__(self) -> None:
         self.end = min(self.context.num_prompt + self.request.params.max_tokens, self.limit)
@@ -140,10 +143,16 @@ class TextSequence(Sequence):
         return Budget(nodes, min(left, nodes)) if left > 0 else NO_BUDGET
 
     def match(self) -> Matcher:
-        """Returns the automaton of the output of a constrained text."""
+        """Returns the automaton of the output of a constrained text.
+
+        Raises:
+            ConstraintError: If it has to be made anew.
+        """
         constraint = self.request.constraint
         assert constraint is not None
         if self.matcher is None:
+            if self.context.num_output:
+                raise ConstraintError("the matcher has met a limit")
             self.matcher = constraint.start()
         return self.matcher
 

@@ -1,5 +1,6 @@
 """Constrained texts at their edges: no token left, limits, sure tokens, and the other rules."""
 
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from recserve.drafters.draft_model.specinfer import specinfer
 from recserve.engine.constrained_drafts import constrain
 from recserve.kernels.tree import AUXILIARY
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.draft import Budget, TextDraft
+from recserve.speculation.draft import Budget, TextDraft, chain_draft
+from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.engine.text.test_constrained_texts import UNDRAFTED, outcome, results
 from tests.support.constrained_texts import (
@@ -37,6 +39,47 @@ from tests.support.text_plain import (
 )
 
 AB, CD = Choices(("abcd",)), Grammar("regex", "(ab|cd){2}")
+
+
+class CopiesFail:
+    """A constraint whose matchers meet a limit: copies behind some tokens, others now and then."""
+
+    def __init__(self, inner, tokens, others=False):
+        self.inner, self.end_tokens, self.tokens, self.others = inner, (END,), tokens, others
+        self.num_restarts = 0
+
+    def start(self):
+        return FailingMatcher(self, self.inner.start(), 3 if self.others else None)
+
+    def restart(self, tokens):
+        self.num_restarts += 1
+        return FailingMatcher(self, self.inner.restart(tokens), 2 if self.others else None)
+
+
+class FailingMatcher:
+    """A matcher of `CopiesFail`, which fails after `left` masks."""
+
+    def __init__(self, constraint, inner, left, copied=False):
+        self.constraint, self.inner, self.left, self.copied = constraint, inner, left, copied
+
+    def fill(self, row):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                row[:] = -1
+                raise ConstraintError("too many masks")
+        self.inner.fill(row)
+
+    def advance(self, token):
+        if self.copied and token in self.constraint.tokens:
+            raise ConstraintError("a copy meets a limit")
+        self.inner.advance(token)
+
+    def roll_back(self, count):
+        self.inner.roll_back(count)
+
+    def fork(self):
+        return FailingMatcher(self.constraint, self.inner.fork(), None, True)
 
 
 def query(wanted, speculation=UNDRAFTED, allowed=None, prompt=(3, 1, 4), **params):
@@ -132,6 +175,33 @@ def test_a_limit_ends_the_text_that_meets_it_and_no_other(states, monkeypatch):
         assert any(kind[0] is ConstraintError for kind in wanted)
 
 
+def test_no_text_waits_for_a_matcher_that_is_made_anew(monkeypatch):
+    """Nor does the engine's thread make it; and the text that waits is as it would be alone."""
+    model, go, threads = shared_model(), threading.Event(), set()
+    constraint = CopiesFail(compiler().compile("grammar", GRAMMARS["words"]), (), True)
+    one = replace(query(AB, seed=3), constraint=constraint)
+    engine = engine_for(model)
+    wanted = outcome(results(engine, [replace(one, constraint=constraint.inner)])[0])
+    restart = constraint.restart
+
+    def waiting(tokens):
+        threads.add(threading.get_ident())
+        assert go.wait(60)
+        return restart(tokens)
+
+    monkeypatch.setattr(constraint, "restart", waiting)
+    others = [engine.submit(query(CD, seed=seed)) for seed in range(3)]
+    future = engine.submit(one)
+    while not all(other.done() for other in others):
+        assert engine.step()
+    assert not future.done() and threads
+    go.set()
+    while engine.step():
+        pass
+    assert outcome(future.result(0)) == wanted
+    assert threading.get_ident() not in threads and constraint.num_restarts > 2
+
+
 @pytest.mark.parametrize(
     "name", [name for name, one in GRAMMARS.items() if isinstance(one, Grammar)]
 )
@@ -190,9 +260,9 @@ def test_a_tree_is_cut_and_continued():
     assert tight.draft.tokens.tolist() == [0, 0, one]
 
 
-def law(model, wanted, prompt):
+def law(model, wanted, prompt, params):
     """Returns the probability of each text of a finite constraint."""
-    constraint, params = compiler().compile("grammar", wanted), SamplingParams()
+    constraint = compiler().compile("grammar", wanted)
     found, waiting = {}, [((), 1.0)]
     while waiting:
         tokens, mass = waiting.pop()
@@ -207,21 +277,35 @@ def law(model, wanted, prompt):
     return found
 
 
-@pytest.mark.parametrize("rule", chosen(["rejection", "multi_step", "block"], "multi_step"))
-def test_other_rules_keep_the_law_of_the_masked_target(rule):
-    """Chi-square over all texts of a grammar; drafts are drawn and mostly forbidden."""
-    model, count, prompt = shared_model(), 600, (7, 7, 2)
-    wanted = Grammar("regex", "(ab|[a-e]){1,2}[12]?")
-    drafting = Speculation("specinfer" if rule == "multi_step" else "draft_model", rule)
-    other = drawn_model(3)  # with a draft like the target, a residual is like the target too
-    drafters = {
-        "draft_model": ModelDrafter(other, VOCABULARY, (1,) * 3),
-        "specinfer": specinfer([other, drawn_model(2)], VOCABULARY, (2, 1)),
-    }
-    engine = engine_for(model, 2000, drafters)
-    queries = [query(wanted, drafting, prompt=prompt, seed=seed) for seed in range(count)]
+class UnevenDrafter(Drafter):
+    """Draws chains of two tokens: the likeliest first one of the tests, or a forbidden one."""
+
+    often = tokens_of("d")
+    probs = torch.zeros(VOCABULARY)
+    probs[[*often, *tokens_of("x")]] = 0.5
+
+    def propose(self, contexts, budgets):
+        found = []
+        for context, budget in zip(contexts, budgets, strict=True):
+            n = min(budget.num_nodes, budget.depth, 2)
+            random = torch.Generator().manual_seed(hash((context.params.seed, context.num_output)))
+            drawn = [int(self.probs.multinomial(1, generator=random)) for _ in range(n)]
+            found.append(chain_draft(torch.tensor(drawn), self.probs.expand(n, -1)))
+        return found
+
+
+WANTED = Grammar("regex", "(ab|[a-e]){1,2}[12]?")
+
+
+def keeps_the_law(engine, drafting, constraint, count, **params):
+    """Asserts by chi-square that texts have the law of the masked target."""
+    prompt = (7, 7, 2)
+    queries = [
+        replace(query(WANTED, drafting, prompt=prompt, seed=seed, **params), constraint=constraint)
+        for seed in range(count)
+    ]
     counted = Counter(tuple(one.tokens.tolist()) for one in results(engine, queries))
-    expected = law(model, wanted, prompt)
+    expected = law(shared_model(), WANTED, prompt, SamplingParams(**params))
     assert sum(expected.values()) == pytest.approx(1, abs=1e-4)
     assert counted.keys() <= expected.keys()
     often = [text for text in expected if count * expected[text] >= 5]
@@ -229,3 +313,47 @@ def test_other_rules_keep_the_law_of_the_masked_target(rule):
     means = [count * expected[text] for text in often]
     seen, means = [*seen, count - sum(seen)], [*means, count - sum(means)]
     assert stats.chisquare(seen, means).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("rule", chosen(["rejection", "multi_step", "block"], "multi_step"))
+def test_other_rules_keep_the_law_of_the_masked_target(rule):
+    """Chi-square over all texts of a grammar; drafts are drawn and mostly forbidden."""
+    drafting = Speculation("specinfer" if rule == "multi_step" else "draft_model", rule)
+    other = drawn_model(3)  # with a draft like the target, a residual is like the target too
+    drafters = {
+        "draft_model": ModelDrafter(other, VOCABULARY, (1,) * 3),
+        "specinfer": specinfer([other, drawn_model(2)], VOCABULARY, (2, 1)),
+    }
+    engine = engine_for(shared_model(), 2000, drafters)
+    keeps_the_law(engine, drafting, compiler().compile("grammar", WANTED), 600)
+
+
+@pytest.mark.parametrize("case", ["limit", "pages"])
+@pytest.mark.parametrize("rule", chosen(["rejection", "multi_step", "block"], "rejection"))
+def test_the_law_does_not_depend_on_limits(rule, case):
+    """Neither on those of a matcher's copy, behind the likeliest token, nor on those of pages."""
+    constraint = compiler().compile("grammar", WANTED)
+    engine = engine_for(shared_model(), 2000, {"own": UnevenDrafter()})
+    scheduler = engine.schedulers["text"]
+    if case == "limit":
+        constraint = CopiesFail(constraint, UnevenDrafter.often)
+    else:
+        grow = scheduler._grow
+        scheduler._grow = lambda text, tokens: tokens <= text.length + 1 and grow(text, tokens)
+    keeps_the_law(engine, Speculation("own", rule), constraint, 400)
+
+
+def test_a_draw_behind_a_limit_is_not_counted():
+    constraint = CopiesFail(compiler().compile("grammar", WANTED), UnevenDrafter.often)
+    engine = engine_for(shared_model(), 2000, {"own": UnevenDrafter()})
+    drafting, seen = Speculation("own", "rejection"), 0
+    for seed in range(8):
+        one = query(WANTED, drafting, prompt=(7, 7, 2), seed=seed, presence_penalty=0.1)
+        engine.submit(replace(one, constraint=constraint))
+    while engine.step():
+        for text in engine.schedulers["text"].running:
+            output = text.context.tokens[text.context.num_prompt :]
+            counts = engine.schedulers["text"].token_counts.both[1, text.row]
+            assert torch.equal(counts, torch.bincount(torch.tensor(output), minlength=VOCABULARY))
+            seen += len(output)
+    assert seen > 8

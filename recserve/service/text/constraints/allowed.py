@@ -53,3 +53,8 @@ class AllowedConstraint:
     def start(self) -> AllowedTokens:
         """Returns the matcher of an empty text."""
         return AllowedTokens(self._mask, None if self._other is None else self._other.start())
+
+    def restart(self, tokens: Sequence[int]) -> AllowedTokens:
+        """Returns a matcher that has advanced over tokens, as `Constraint`."""
+        other = self._other
+        return AllowedTokens(self._mask, None if other is None else other.restart(tokens))

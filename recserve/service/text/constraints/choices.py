@@ -42,6 +42,13 @@ class ChoiceTrie:
         """Returns the matcher of an empty text."""
         return ChoiceMatcher(self, [(0, len(self._lengths), 0)])
 
+    def restart(self, tokens: Sequence[int]) -> ChoiceMatcher:
+        """Returns a matcher that has advanced over tokens."""
+        matcher = self.start()
+        for token in tokens:
+            matcher.advance(token)
+        return matcher
+
     def following(self, node: tuple[int, int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the tokens of a node's children, and the first sequence of each child."""
         return self._root if node[2] == 0 else self._read(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# The engine compiles a grammar again when one of its texts meets a limit (CompiledGrammar).
+# A grammar is compiled again when one of its texts meets a limit (CompiledGrammar.restart).
 MAX_COMPILE_S = 0.5
 # Attributes of rules with which a matcher cannot go back.
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
@@ -94,13 +94,13 @@ class GrammarCompiler:
             return LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
 
         began_s = time.thread_time()
-        compiled = CompiledGrammar(build, self.end_tokens)
+        compiled = CompiledGrammar(build, self.vocab_size, self.end_tokens)
         if compiled.error:
             raise _refusal(schema, compiled.error)
         first = np.zeros(num_words(self.vocab_size), np.int32)
         try:
             for _ in range(2):  # the second one meets the states of the first
-                matcher = compiled.start().fork()
+                matcher = compiled.start()
                 matcher.fill(first)
         except ConstraintError as error:
             raise UnfitGrammar("", str(error)) from None
@@ -159,17 +159,19 @@ class _TokenTable:
 class CompiledGrammar:
     """A grammar, compiled for one tokeniser.
 
-    Copies of an `LLMatcher` share one lexer, and the states that it has met count for all of them.
-    So a text that meets their limit would end all later texts of the grammar. A matcher that fails
-    is therefore built anew, with a lexer of its own, which later texts share from then on.
+    Copies of an `LLMatcher` share one lexer, and the states that it has met count for all of them:
+    those of other texts, and of drafts. So a matcher that fails says nothing about its text.
+    `restart` does, because its matcher has a lexer of its own.
 
     Attributes:
         end_tokens: Tokens that end a text.
     """
 
-    def __init__(self, build: Callable[[], LLMatcher], end_tokens: tuple[int, ...]) -> None:
-        self._build, self.end_tokens = build, end_tokens
-        self._root, self._number = build(), 0  # of the newest lexer
+    def __init__(
+        self, build: Callable[[], LLMatcher], vocab_size: int, end_tokens: tuple[int, ...]
+    ) -> None:
+        self._build, self._num_words, self.end_tokens = build, num_words(vocab_size), end_tokens
+        self._root = build()  # of the newest lexer
 
     @property
     def error(self) -> str:
@@ -178,85 +180,54 @@ class CompiledGrammar:
 
     def start(self) -> GrammarMatcher:
         """Returns the matcher of an empty text."""
-        return GrammarMatcher(self, self._root.deep_copy(), self._number, [])
+        return GrammarMatcher(self._root.deep_copy())
 
-    def replay(self, tokens: list[int], number: int) -> tuple[LLMatcher, int, bool]:
-        """Returns a matcher with a newer lexer that has read some tokens.
+    def restart(self, tokens: Sequence[int]) -> GrammarMatcher:
+        """Returns a matcher with a new lexer that has advanced over tokens.
 
-        Args:
-            tokens: The tokens.
-            number: Number of the lexer that has met a limit.
+        Later texts share the lexer. Building it takes no GIL.
 
-        Returns:
-            The matcher, the number of its lexer, and whether the lexer was built for it. Texts that
-            share a lexer meet its limit together, and then share the next one.
+        Raises:
+            ConstraintError: If the tokens, or the mask behind them, meet a limit.
         """
-        built = number == self._number
-        if built:
-            self._root, self._number = self._build(), number + 1
-        copy = self._root.deep_copy()
-        copy.consume_tokens(tokens)
-        return copy, self._number, built
+        root = self._build()
+        matcher = GrammarMatcher(root.deep_copy())
+        for token in tokens:
+            matcher.advance(token)
+        matcher.fill(np.zeros(self._num_words, np.int32))
+        self._root = root
+        return matcher
 
 
 class GrammarMatcher:
-    """The place of one text in a grammar.
+    """The place of one text in a grammar."""
 
-    What it does is a function of its tokens alone: where it meets a limit, it is replayed with a
-    new lexer, and only if that fails too, it fails.
-    """
-
-    def __init__(
-        self,
-        grammar: CompiledGrammar,
-        inner: LLMatcher,
-        lexer: int,
-        tokens: list[int],
-        forked: bool = False,
-    ) -> None:
-        self._grammar, self._inner, self._lexer, self._tokens = grammar, inner, lexer, tokens
-        self._forked = forked  # a failed fork costs no more than its nodes of a draft
+    def __init__(self, inner: LLMatcher) -> None:
+        self._inner = inner
 
     def fill(self, row: NDArray[np.int32]) -> None:
         """Writes the mask of the tokens that may follow."""
         self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        built = self._forked
-        while self._inner.is_error():
-            if built:
-                self._check()
-            built = self._replay()
-            self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._check()
 
     def advance(self, token: int) -> None:
         """Appends a token of the current mask."""
-        self._tokens.append(token)
         self._inner.consume_token(token)
-        built = self._forked
-        while self._inner.is_error():
-            if built:
-                self._check()
-            built = self._replay()
+        self._check()
 
     def roll_back(self, count: int) -> None:
         """Removes the last tokens."""
         if count:
-            del self._tokens[-count:]
             self._inner.rollback(count)
             self._check()
 
     def fork(self) -> GrammarMatcher:
         """Returns a matcher of the same state."""
-        inner = self._inner.deep_copy()
-        return GrammarMatcher(self._grammar, inner, self._lexer, list(self._tokens), True)
+        return GrammarMatcher(self._inner.deep_copy())
 
     def is_dead(self) -> bool:
         """Returns whether no text can go on from here, nor end here."""
         return self._inner.is_stopped() and not self._inner.is_accepting()
-
-    def _replay(self) -> bool:
-        """Takes a newer lexer. Returns whether it was built for this text."""
-        self._inner, self._lexer, built = self._grammar.replay(self._tokens, self._lexer)
-        return built
 
     def _check(self) -> None:
         if self._inner.is_error():
