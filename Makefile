@@ -37,7 +37,7 @@ endif
 # The tests start hundreds of processes; without stored bytecode each compiles the package again.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(ENVIRONMENT_$(TIER)) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all test-slow replay campaign mutants sanitize check format install docs package redis promtool chromium clang newest-triton cuda-versions python-versions clean
+.PHONY: demo test test-all test-slow replay campaign mutants sanitize check format install docs reference package redis promtool chromium clang newest-triton cuda-versions python-versions clean
 
 demo: $(RUNTIME)
 	@$(BIN)/recserve demo $(if $(filter-out 0,$(ONCE)),--once) $(DEMO_ARGS)
@@ -80,7 +80,11 @@ format: $(DEV)
 
 install: $(DEV)
 
-# The site, in build/site; any warning is an error. The reference pages come from the installed package.
+# The tables of the reference pages, from the package: after a new flag, setting, metric or public name.
+reference: $(DEV)
+	$(BIN)/python docs/_build/reference.py
+
+# The site, in build/site; any warning is an error.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

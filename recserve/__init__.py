@@ -98,7 +98,14 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name not in _HOMES:
         raise AttributeError(f"recserve has no {name!r}; public names: {', '.join(__all__)}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as error:
+        from recserve.extras import describe_missing
+
+        if (message := describe_missing(error, f"recserve.{name}")) is None:
+            raise
+        raise ModuleNotFoundError(message, name=error.name) from None
 
 
 def _version() -> str:

@@ -130,7 +130,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(FAILED) from None
     except ModuleNotFoundError as error:
-        message = describe_missing(error, "this command")
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        message = describe_missing(error, "this command", command)
         if message is None or "--debug" in sys.argv:
             raise
         typer.echo(f"error: {message}", err=True)

@@ -105,6 +105,8 @@ def batch(
 
     if ray_address is not None and engine != "ray":
         raise _usage_error("--ray-address needs --engine ray")
+    if engine == "ray":
+        from recserve.batch.ray_workers import RayWorkers
     if (bundle is None) == (llm is None):
         raise _usage_error("give either --bundle or --llm")
     for flag, value in {
@@ -162,8 +164,6 @@ def batch(
         typer.echo(f"{input}: columns not used: {', '.join(plan.unused_columns)}", err=True)
     runner: PartRunner = LocalWorkers(recipe, workers)
     if engine == "ray":
-        from recserve.batch.ray_workers import RayWorkers
-
         runner = RayWorkers(recipe, workers, ray_address)
     try:
         with _until_signal(), job_progress(progress) as tell:

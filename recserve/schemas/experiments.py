@@ -185,7 +185,7 @@ class ExperimentStatus(Struct, frozen=True, kw_only=True):
         coverage: Share of the units that take part.
         smallest_effect: Smallest relative change of a rate that is of interest.
         sample_ratio_p: P-value of a chi-square test that units are divided by the weights. None
-            outside mode `split`, before the first unit, and without scipy.
+            outside mode `split`, and before the first unit.
         warning: What to find out before you read on; None if `sample_ratio_p` is not below 0.001.
         started: When it began to count, in RFC 3339.
         durable: True if a restart keeps the status. False without a folder for counts, if another

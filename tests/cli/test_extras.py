@@ -1,12 +1,23 @@
 """A serving install works without the libraries of the extra `train`; other commands name it."""
 
+import ast
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 
+import click
 import pytest
+import typer.main
 
-from recserve.extras import FAISS
+from recserve.cli import app
+from recserve.extras import COMMANDS as COMMAND_EXTRAS
+from recserve.extras import EXTRAS, FAISS, install_advice
+from tests.support.grids import chosen
+from tests.support.paths import ROOT
 from tests.support.tiny_bundle import shared_bundle, tiny_bundle
 
 HIDDEN = """
@@ -59,43 +70,140 @@ def test_a_serving_install_serves_and_runs_its_commands(tmp_path):
     assert done.stderr.count("status 0") == len(commands), done.stderr
 
 
-@pytest.mark.slow
-def test_a_command_names_the_missing_extra():
-    """Before it reads or computes anything."""
-    bundle = str(shared_bundle())
-    commands = [
-        ["build", "--items", "none", "--events", "none", "--out", "none"],
-        ["train", "ranker", "--bundle", bundle],
-        ["evaluate", "--bundle", bundle],
-        ["demo", "--once"],
-    ]
-    done = run(COMMANDS, json.dumps(commands))
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert len(lines) == 2 * len(commands), done.stderr
-    assert lines[1::2] == ["status 1"] * len(commands)
-    for line in lines[::2]:
-        assert line.startswith("error: this command needs ")
-        assert line.endswith("-e '.[train]'")
+def list_commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[list[str]]:
+    """Yields each command with what it requires, on files and a server that do not exist."""
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from list_commands(sub, (*path, name))
+    if not hasattr(command, "commands"):
+        words = list(path)
+        for one in (one for one in command.params if one.required):
+            kind = getattr(getattr(one, "type_descriptor", None), "annotation", str)
+            value = URL if one.name == "url" else "1" if kind in (int, float) else "none"
+            words += [value] if one.param_type_name == "argument" else [one.opts[0], value]
+        yield words
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 URL = "http://127.0.0.1:9"
-NEEDED = [
-    ("ray", "ray", ["scale", "--bundle", "none"]),
-    ("aiohttp", "bench", ["bench", URL, "--data", __file__]),
-    ("httpx", "client", ["bundle", "load", URL, "b"]),
-]
+ALL = typer.main.get_command(app)
+RAY = ["batch", "--input", "none", "--output", "none", "--bundle", "none", "--engine", "ray"]
+COMMAND_LINES = [*list_commands(ALL), RAY]
+EXPERIMENTS = """
+experiments:
+  - name: shelf
+    use: recommend
+    arms:
+      - {name: one}
+      - {name: two, fields: {strategy: beam}}
+"""
+MODULES = sorted({module for modules in EXTRAS.values() for module in modules})
 
 
-@pytest.mark.parametrize(("module", "extra", "command"), NEEDED)
-def test_a_command_names_what_to_install(module, extra, command):
-    hidden = "for name in ('matplotlib', 'scipy', 'sklearn'):\n    del sys.modules[name]\n"
-    hidden += f"sys.modules[{module!r}] = None\n"
-    done = run(hidden + COMMANDS, json.dumps([command]))
-    assert (done.returncode, done.stdout) == (0, "")
-    line, status = done.stderr.splitlines()
-    assert line.startswith(f"error: this command needs {module}: ") and status == "status 1"
-    assert line.endswith(f"pip install -c constraints.txt -e '.[{extra}]'")
+def end_of_commands(folder, hidden, commands):
+    """Runs commands where modules are missing, and returns the line that each ends with."""
+    (folder / "experiments.yaml").write_text(EXPERIMENTS)
+    hide = f"import sys\nfor name in {list(hidden)}:\n    sys.modules[name] = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", hide + COMMANDS, json.dumps(commands)],
+        capture_output=True, text=True, timeout=600, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    parts = re.split(r"^status (\d+)\n", done.stderr, flags=re.MULTILINE)
+    assert len(parts) == 2 * len(commands) + 1, done.stderr
+    return [(part.strip().splitlines() or [""])[-1] for part in parts[:-1:2]]
+
+
+def check_advice(command, line, hidden):
+    """A line that names something to install names an extra that has a missing module."""
+    if "pip install" not in line:
+        return False
+    named = re.fullmatch(
+        r"error: (.*) needs (\S+): pip install 'recserve\[(\w+)\]'; "
+        r"in a checkout, pip install -c constraints\.txt -e '\.\[\3\]'",
+        line,
+    )
+    assert named is not None, (command, line)
+    _, package, extra = named.groups()
+    assert package in {EXTRAS[extra][module] for module in hidden if module in EXTRAS[extra]}
+    return extra
+
+
+NEEDED = {
+    "demo": "train", "build": "train", "evaluate": "train", "bench": "bench", "ab": "bench",
+    "train ranker": "train", "train recommender": "train", "bundle load": "client",
+    "bundle rollback": "client", "bundle status": "client", "experiments plan": "experiments",
+}  # fmt: skip
+
+
+def test_a_serving_install_names_the_extra_of_each_command(tmp_path):
+    """Before the command reads or computes anything."""
+    served = ["serve", "--bundle", str(shared_bundle()), "--port", "0"]
+    commands = [
+        *(words for words in COMMAND_LINES if words != ["doctor"]),
+        [*served, "--otlp-endpoint", URL],
+        [*served, "--experiments", "experiments.yaml"],
+    ]
+    lines = end_of_commands(tmp_path, MODULES, commands)
+    found = {
+        " ".join(words): check_advice(words, line, MODULES)
+        for words, line in zip(commands, lines, strict=True)
+    }
+    for name, extra in NEEDED.items():
+        given = {found[words] for words in found if f"{words} ".startswith(f"{name} ")}
+        assert given == {extra}, (name, given)
+    assert [found[" ".join(words)] for words in commands[-3:]] == ["ray", "otel", "experiments"]
+
+
+@pytest.mark.parametrize("module", chosen(MODULES, "scipy"))
+def test_a_command_without_one_module_names_its_extra(tmp_path, module):
+    commands = [words for words in COMMAND_LINES if words[0] not in ("doctor", "demo")]
+    lines = end_of_commands(tmp_path, [module], commands)
+    for words, line in zip(commands, lines, strict=True):
+        check_advice(words, line, [module])
+
+
+def test_the_table_of_extras_is_that_of_the_package():
+    declared = {
+        extra: {re.match(r"[\w.-]+", one)[0] for one in needed}
+        for extra, needed in PROJECT["optional-dependencies"].items()
+    }
+    assert EXTRAS.keys() == declared.keys() - {"docs", "fuzz", "mutants", "dev"}
+    for extra, modules in EXTRAS.items():
+        assert set(modules.values()) <= declared[extra]
+    assert all(extra in EXTRAS for extra in COMMAND_EXTRAS.values())
+    assert COMMAND_EXTRAS.keys() <= {words[0] for words in COMMAND_LINES}
+
+
+def test_every_import_is_of_a_dependency_or_in_the_table():
+    needed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["client"]]
+    waiting = [re.match(r"[\w.-]+", one)[0] for one in needed]
+    installed = set()
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name in installed:
+            continue
+        installed.add(name)
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        waiting += [re.match(r"[\w.-]+", one)[0] for one in needed if "extra ==" not in one]
+    homes = importlib.metadata.packages_distributions()
+    for path in sorted((ROOT / "recserve").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for module in {name.partition(".")[0] for name in names}:
+                if module in {*sys.stdlib_module_names, "recserve", *MODULES, "opentelemetry"}:
+                    continue
+                packages = {home.lower().replace("_", "-") for home in homes.get(module, ())}
+                assert packages & {*installed, "pyyaml"}, f"{path}: {module}"
+
+
+def test_python_names_what_to_install(tmp_path):
+    done = run("from recserve import build_bundle")
+    assert done.stderr.splitlines()[-1].endswith(f"needs scipy: {install_advice('train')}")
 
 
 WHEELS = """

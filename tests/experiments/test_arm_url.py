@@ -7,6 +7,7 @@ import pytest
 
 from recserve.config import ConfigError, ServerConfig
 from recserve.experiments.settings import parse_experiments
+from recserve.extras import install_advice
 from recserve.schemas.items import InvalidRequest
 from recserve.server.app import create_app
 
@@ -79,8 +80,8 @@ def test_without_httpx_the_start_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "recserve.server.remote_arm", raising=False)
     with pytest.raises(ConfigError) as refused:
         start({})
-    needs = "experiments: arm e/b has a url, which needs httpx: in a checkout, pip install "
-    assert str(refused.value) == f"{needs}-c constraints.txt -e '.[client]'"
+    needs = "experiments: arm e/b has a url, which needs httpx: "
+    assert str(refused.value) == needs + install_advice("client")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from recserve.config import KERNEL_KEYS, ServerConfig
 from recserve.experiments.settings import parse_experiments
 from recserve.schemas import encoding, events, inference, items, scoring, text
 from recserve.server.errors import INTERNAL, ROUTING, TABLE
-from tests.support.pages import PAGES, find_in_pages
+from tests.support.pages import PAGES, find_in_pages, reference
 from tests.support.paths import ROOT
 
 # History, which names what has gone.
@@ -173,14 +172,10 @@ def test_environment_variables_are_settings():
 @functools.cache
 def list_metrics() -> str:
     """The table of metrics, and the sources of those of experiments."""
-    source = ROOT / "docs" / "_build" / "site_pages.py"
-    spec = importlib.util.spec_from_file_location("site_pages", source)
-    site = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(site)
     collector = (ROOT / "recserve/server/experiments.py").read_text(encoding="utf-8")
     names = re.findall(r'^    \("(\w+)", ', collector, re.MULTILINE)
     own = [f"recserve_experiment_{kind}{name}" for kind in ("", "compared_") for name in names]
-    return " ".join([site.GENERATORS["metrics"](), collector, *own])
+    return " ".join([reference().GENERATORS["metrics"](), collector, *own])
 
 
 def test_metrics_exist():

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from recserve.config import ConfigError, ServerConfig
-from recserve.extras import install_advice
+from recserve.extras import describe_missing
 from recserve.metrics import Gauges
 from recserve.server.telemetry.logs import log_request
 from recserve.server.telemetry.traces import Tracing, open_tracing
@@ -105,6 +105,7 @@ def _tracing(config: ServerConfig) -> Tracing | None:
         return None
     try:
         return open_tracing(config.otlp_endpoint, config.otlp_sample_ratio)
-    except ImportError as error:
-        advice = install_advice("otel")
-        raise ConfigError(f"otlp_endpoint needs OpenTelemetry: {advice} ({error})") from None
+    except ModuleNotFoundError as error:
+        if (message := describe_missing(error, "otlp_endpoint")) is None:
+            raise
+        raise ConfigError(message) from None

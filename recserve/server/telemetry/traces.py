@@ -152,7 +152,7 @@ def open_tracing(endpoint: str, ratio: float) -> Tracing:
         ratio: Share of the requests that are traced, unless the caller has decided.
 
     Raises:
-        ImportError: If the extra `otel` is not installed.
+        ModuleNotFoundError: If the extra `otel` is not installed.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
