@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -92,6 +93,49 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} holds {_kind(content)}; a JSON object is needed, such as {{}}"
         )
     return content
+
+
+FORMAT_KEY = "recserve_format"  # in the metadata of Parquet and safetensors files
+
+
+def check_format(given: object, expected: str, place: object) -> None:
+    """Checks the version that stored data names for its format.
+
+    docs/reference/formats.md lists the formats.
+
+    Args:
+        given: What the data names; None if it names nothing.
+        expected: Name and number of the format that is read here, such as `recserve-bundle/1`.
+        place: The file or key, for the message.
+
+    Raises:
+        UnreadableFile: If it is another one. The message says what to do.
+    """
+    if given == expected:
+        return
+    name, _, number = expected.rpartition("/")
+    found = re.fullmatch(rf"{re.escape(name)}/([0-9]{{1,9}})", str(given))
+    if given is None:
+        advice = "a recserve before 0.1.0 wrote this, or it is damaged"
+    elif found and int(found[1]) > int(number):
+        advice = "a newer recserve wrote this: use that version, or make it again"
+    else:
+        advice = "this is damaged, or of another program"
+    shown = "missing" if given is None else f"{given!r:.80}"
+    raise UnreadableFile(f"{place}: format is {shown}; expected {expected!r}: {advice}")
+
+
+def check_metadata(metadata: Mapping[Any, Any] | None, expected: str, place: object) -> None:
+    """Checks the version that the metadata of a Parquet or safetensors file name. Raises as above.
+
+    Args:
+        metadata: Texts or bytes by name; None without any.
+        expected: As in `check_format`.
+        place: As in `check_format`.
+    """
+    found = metadata or {}
+    given = found.get(FORMAT_KEY, found.get(FORMAT_KEY.encode()))
+    check_format(given.decode("latin-1") if isinstance(given, bytes) else given, expected, place)
 
 
 def read_record(path: Path, kind: type[T]) -> T:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from recserve.batch.generate import check_schema
-from recserve.batch.manifest import OutputFolder, check_output
+from recserve.batch.manifest import VERSION, OutputFolder, check_output
 from recserve.batch.part import Advance, JobPart, Step
 from recserve.batch.source import InputFile, Partition, is_lines, partitions, scan
 from recserve.features.tables.parquet import SchemaError
@@ -207,7 +207,7 @@ def check(job: Job, check_files: Check = check_users) -> Plan:
     unused = check_files(files)
     content = "\n".join(f"{file.sha256} {file.name}" for file in files)
     facts = {
-        "format": 1,
+        "format": VERSION,
         "input_files": len(files),
         "input_sha256": hashlib.sha256(content.encode()).hexdigest(),
         "rows_per_part": job.rows_per_part,

@@ -26,13 +26,14 @@ import msgspec
 
 from recserve.batch.part import ERRORS_FOLDER, PART_NAME, JobPart, hash_file
 from recserve.batch.source import Partition
-from recserve.files import TEMPORARY, whole_file
+from recserve.files import TEMPORARY, UnreadableFile, check_format, whole_file
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "_manifest.jsonl"
 JOB = "_job.json"
 SUCCESS = "_SUCCESS"
+FORMAT, VERSION = "recserve-batch", 1  # `_job.json` has the number
 LOCK_WAIT_S = 10.0  # a killed job's workers end within this time
 
 Facts = Mapping[str, Any]
@@ -210,9 +211,8 @@ def check_output(path: Path, overwrite: bool) -> None:
     if path.is_dir() and overwrite and (path / MANIFEST).is_file():
         return
     if (path / JOB).is_file():
-        facts = _read_facts(path)
-        if not facts or "format" in facts:  # none: an output that was being replaced
-            return
+        _read_facts(path)
+        return
     if path.is_dir() and all(each.name.startswith(TEMPORARY) for each in path.iterdir()):
         return  # killed before the first file had its name
     hint = (
@@ -248,9 +248,23 @@ def _find_flaw(path: Path, part: JobPart) -> str | None:
 
 
 def _read_facts(folder: Path) -> Facts:
-    """Returns the facts of a folder's job, empty without one. Raises OutputExists if damaged."""
+    """Returns the facts of a folder's job, empty without one.
+
+    Raises:
+        OutputExists: If they are damaged, or another version of recserve wrote them.
+    """
     path = folder / JOB
-    return _decode(path.read_bytes(), dict[str, Any], path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    facts = _decode(path.read_bytes(), dict[str, Any], path)
+    if facts:  # none: an output that was being replaced
+        number = facts.get("format")
+        given = None if number is None else f"{FORMAT}/{number}"
+        try:
+            check_format(given, f"{FORMAT}/{VERSION}", path)
+        except UnreadableFile as error:
+            raise OutputExists(f"{error}. Choose another folder, or delete this one") from None
+    return facts
 
 
 def _decode(text: bytes, type: type[T], place: object) -> T:

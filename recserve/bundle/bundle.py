@@ -35,7 +35,7 @@ from recserve.features.vectors.quantizer import (
     load_quantizer,
 )
 from recserve.features.vectors.text_encoder import TextEncoder
-from recserve.files import whole_file
+from recserve.files import UnreadableFile, check_format, whole_file
 
 FORMAT = "recserve-bundle/1"
 MANIFEST = "manifest.json"
@@ -205,9 +205,12 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{MANIFEST}: not JSON ({error})") from error
         expected = {"format", "model_version", "catalog_version", "files", "sections"}
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            given = raw.get("format") if isinstance(raw, dict) else raw
-            raise BundleError(f"{MANIFEST}: format is {str(given)[:80]!r}; expected {FORMAT!r}")
+        if not isinstance(raw, dict):
+            raise BundleError(f"{MANIFEST}: it is {raw!r:.80}; expected an object")
+        try:
+            check_format(raw.get("format"), FORMAT, MANIFEST)
+        except UnreadableFile as error:
+            raise BundleError(str(error)) from None
         if set(raw) != expected:
             raise BundleError(f"{MANIFEST}: fields are {sorted(raw)}; expected {sorted(expected)}")
         versions, files, sections = (

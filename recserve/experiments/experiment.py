@@ -31,6 +31,7 @@ from recserve.experiments.settings import (
     GuardSettings,
 )
 from recserve.experiments.shared_state import Board, SharedState
+from recserve.experiments.statistics import sample_ratio_p
 from recserve.experiments.tallies import (
     CAUSES,
     COMPARISONS,
@@ -473,9 +474,8 @@ class Experiment:
             counts.answers[number] = from_bytes(one.answers, NUM_BUCKETS)
             for place, goal in enumerate(counts.goals):
                 counts.events[number, place] = from_bytes(one.events[goal], NUM_BUCKETS)
-            if one.latencies:  # earlier versions kept none
-                counts.latencies[number] = from_bytes(one.latencies, NUM_LATENCIES)
-                before.latencies[number] = from_bytes(one.before_latencies, NUM_LATENCIES)
+            counts.latencies[number] = from_bytes(one.latencies, NUM_LATENCIES)
+            before.latencies[number] = from_bytes(one.before_latencies, NUM_LATENCIES)
         with self._lock:
             self._ran_s = saved.ran_s
             self._status, self._reason, self._breach = saved.status, saved.reason, saved.breach
@@ -941,11 +941,5 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _sample_ratio_p(counts: tuple[int, ...], weights: tuple[float, ...]) -> float | None:
-    """Returns the p-value of the sample ratio; None without units or without scipy."""
-    if not any(counts):
-        return None
-    try:
-        from recserve.experiments.statistics import sample_ratio_p
-    except ModuleNotFoundError:
-        return None
-    return sample_ratio_p(counts, weights)
+    """Returns the p-value of the sample ratio; None without units."""
+    return sample_ratio_p(counts, weights) if any(counts) else None

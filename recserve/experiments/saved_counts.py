@@ -6,22 +6,24 @@ import fcntl
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
 
-from recserve.files import whole_file
+from recserve.files import check_format, whole_file
 from recserve.schemas.experiments import FirstVerdict, Status
 
 log = logging.getLogger(__name__)
 
+FORMAT = "recserve-experiment/1"
 SAVE_S = 10.0
 SUFFIX = ".counts"
 
 
-class SavedArm(msgspec.Struct, frozen=True):
+class SavedArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Counts of one arm.
 
     Attributes:
@@ -33,7 +35,7 @@ class SavedArm(msgspec.Struct, frozen=True):
         events: By goal, events by group of users.
         other_events: Attributed events of other types.
         before: Requests, errors and empty answers before the last start.
-        latencies: Answered requests by latency, as `answers`; empty in files of earlier versions.
+        latencies: Answered requests by latency, as `answers`.
         before_latencies: Likewise, of those before the last start.
     """
 
@@ -44,12 +46,18 @@ class SavedArm(msgspec.Struct, frozen=True):
     answers: bytes
     events: dict[str, bytes]
     other_events: int
-    before: tuple[int, int, int] = (0, 0, 0)
-    latencies: bytes = b""
-    before_latencies: bytes = b""
+    before: tuple[int, int, int]
+    latencies: bytes
+    before_latencies: bytes
 
 
-class SavedExperiment(msgspec.Struct, frozen=True):
+class _Version(msgspec.Struct):
+    """The version that a file names."""
+
+    format: str | None = None
+
+
+class SavedExperiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Counts of one experiment.
 
     Attributes:
@@ -62,6 +70,7 @@ class SavedExperiment(msgspec.Struct, frozen=True):
         breach: The arm that made it fall back, and why; None if none did.
         started_us: When it began to count, in microseconds since 1970; 0 if unknown.
         first_verdicts: The first verdict on each arm that has one.
+        format: Name and version of the format.
     """
 
     settings: str
@@ -73,6 +82,7 @@ class SavedExperiment(msgspec.Struct, frozen=True):
     breach: tuple[str, str] | None = None
     started_us: int = 0
     first_verdicts: dict[str, FirstVerdict] = {}
+    format: str = FORMAT
 
 
 class Saves(Protocol):
@@ -116,6 +126,7 @@ class SavedCounts:
 
         Raises:
             OSError: If the folder or a file in it cannot be used.
+            UnreadableFile: If another version of recserve wrote a file.
         """
         self.folder = folder
         self._experiments = list(experiments)
@@ -164,6 +175,9 @@ class SavedCounts:
         if not path.exists():
             return
         content = path.read_bytes()
+        with suppress(msgspec.DecodeError):  # damage is put aside below
+            version = msgspec.msgpack.decode(content, type=_Version).format
+            check_format(version, FORMAT, path)
         try:
             one.restore(msgspec.msgpack.decode(content, type=SavedExperiment))
         except (msgspec.DecodeError, ValueError) as error:

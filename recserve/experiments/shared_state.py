@@ -34,13 +34,13 @@ LEASE_S = 2.0
 MAX_TRIES = 5  # to set the switch while other servers set it
 MAX_MEMBERS = 5000  # of one delta
 STOPPED = "stopped by an operator"
-DAMAGED = "its state in Redis is damaged; start it again"
+DAMAGED = "its state in Redis is damaged or of another version of recserve; start it again"
 UNKNOWN = "Redis does not answer, so every request gets the control"
 INCREMENT = np.dtype([("place", "<i4"), ("amount", "<i8")])
 MEMBER = np.dtype([("place", "<i4"), ("hash", "S8")])
 
 
-class SwitchState(msgspec.Struct, frozen=True):
+class SwitchState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether an experiment runs.
 
     Attributes:

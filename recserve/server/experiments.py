@@ -42,6 +42,7 @@ from recserve.experiments.team_draft import team_draft
 from recserve.extras import install_advice
 from recserve.features.history.stores import split_ttl
 from recserve.features.state_files import EXPERIMENTS, default_experiments
+from recserve.files import UnreadableFile
 from recserve.schemas.experiments import ExperimentLabel, Use
 from recserve.schemas.items import (
     Candidate,
@@ -230,6 +231,8 @@ def _open_counts(config: ServerConfig, experiments: Experiments) -> SavedCounts 
         folder = default_experiments(config.bundle)
     try:
         return SavedCounts(folder, experiments)
+    except UnreadableFile as error:
+        raise ConfigError(f"experiments_dir: {error}") from None
     except OSError as error:
         message = f"experiments_dir: {folder} cannot be used: {error}"
         if config.experiments_dir is not None:

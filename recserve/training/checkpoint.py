@@ -16,10 +16,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, parse_record, regular_file
+from recserve.files import (
+    FORMAT_KEY,
+    UnreadableFile,
+    check_metadata,
+    parse_record,
+    regular_file,
+)
 from recserve.models.write_tensors import write_tensors
 from recserve.training.optimizers import load_optimizer_state, optimizer_state
 from recserve.training.options import EpochRecord
+
+FORMAT = "recserve-checkpoint/1"
 
 
 @dataclass
@@ -59,6 +67,17 @@ class RunState:
         return values | {"history": [asdict(record) for record in self.history]}
 
 
+@dataclass(frozen=True)
+class _Counters:
+    """The counters of a run in a file, see `RunState`."""
+
+    epoch: int
+    step: int
+    best_epoch: int
+    seconds: float
+    validation_s: float
+
+
 def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None:
     """Writes a checkpoint atomically.
 
@@ -74,7 +93,11 @@ def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     tensors |= {f"averaged.{n}": t for n, t in state.averaged.items()}
     tensors |= {f"best.{n}": t for n, t in state.best.items()}
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_state(state.optimizers).items()}
-    header = {"run": json.dumps(state.counters()), "recipe": json.dumps(recipe, sort_keys=True)}
+    header = {
+        FORMAT_KEY: FORMAT,
+        "run": json.dumps(state.counters()),
+        "recipe": json.dumps(recipe, sort_keys=True),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, path, header)
 
@@ -94,6 +117,7 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
         with safe_open(regular_file(path), "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        check_metadata(header, FORMAT, path)
         run = json.loads(header["run"])
         written = json.loads(header["recipe"])
     except (SafetensorError, UnreadableFile, KeyError, ValueError, RecursionError) as error:
@@ -119,7 +143,9 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     load_optimizer_state(state.optimizers, groups.get("optimizer", {}))
     state.history = [
         parse_record(record, EpochRecord, f"checkpoint {path.name}: ")
-        for record in run.pop("history")
+        for record in run.pop("history", ())
     ]
-    for name, value in run.items():
+    state.best_value = float(run.pop("best_value", "-inf"))  # infinite before a validation
+    counters = parse_record(run, _Counters, f"checkpoint {path.name}: ")
+    for name, value in vars(counters).items():
         setattr(state, name, value)

@@ -189,7 +189,7 @@ def test_names_that_are_not_plain_are_refused(copied: Path, name: str) -> None:
     ("fields", "message"),
     [
         ({"format": "recserve-bundle/9"}, f"format is .* expected '{FORMAT}'"),
-        ({"format": None}, "format is 'None'"),
+        ({"format": None}, "format is missing"),
         ({"extra": 1}, "fields are"),
         ({"files": []}, "files must be an object"),
         ({"files": {f"f{n}": GOOD_ENTRY for n in range(5000)}}, "at most 4096"),

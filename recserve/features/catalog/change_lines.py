@@ -1,4 +1,7 @@
-"""Change sets as lines of text: a checksum and JSON."""
+"""Change sets as lines of text: a checksum and JSON.
+
+A line names the version of its format, since lines of several servers may stand in one log.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,20 @@ from recserve.bounds import MAX_ID_LENGTH, MAX_TIME_US
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.item_records import ItemRecord, check_attributes
 from recserve.features.catalog.versions import ChangeSet, ItemChange
+from recserve.files import check_format
 
+FORMAT, VERSION = "recserve-items", 1
+FIELDS = {"v", "number", "made_for", "put", "hide", "whole", "restore", "assigned", "remains"}
 TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
+PUT_FIELDS = {
+    *("item_id", "title", "categories", "attributes", *TIME_FIELDS),
+    *("vector", "codes", "given", "embedding"),
+}
 
 
 def format_line(change_set: ChangeSet) -> bytes:
     """Formats a change set as a line: CRC-32 in 8 hex digits, a space and JSON."""
-    fields: dict[str, Any] = {"number": change_set.number}
+    fields: dict[str, Any] = {"v": VERSION, "number": change_set.number}
     if change_set.made_for:
         fields["made_for"] = change_set.made_for
     if change_set.changes:
@@ -70,13 +80,16 @@ def parse_line(line: bytes) -> ChangeSet:
     """Parses a line without its end.
 
     Raises:
-        ValueError: If the line is damaged.
+        ValueError: If the line is damaged, or of another version.
     """
     text = line[9:]
     if int(line[:8], 16) != zlib.crc32(text):
         raise ValueError("the checksum differs")
     try:
         fields = json.loads(text)
+        version = fields.get("v")
+        check_format(None if version is None else f"{FORMAT}/{version}", f"{FORMAT}/{VERSION}", "v")
+        _check_names(fields, FIELDS)
         changes = tuple(_parse_change(one) for one in fields.get("put", ()))
         assigned = fields.get("assigned")
         return ChangeSet(
@@ -89,12 +102,21 @@ def parse_line(line: bytes) -> ChangeSet:
             assigned=None if assigned is None else int(assigned),
             remains=bool(fields.get("remains", False)),
         )
-    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(str(error)) from error
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is missing") from error
+    except (TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"a field is of another type: {error}") from error
+
+
+def _check_names(fields: dict[str, Any], known: set[str]) -> None:
+    """Raises ValueError if there is a field that this version does not know."""
+    if unknown := sorted(fields.keys() - known):
+        raise ValueError(f"{unknown[0]} is unknown; another version of recserve wrote it")
 
 
 def _parse_change(fields: dict[str, Any]) -> ItemChange:
     """Parses an item change."""
+    _check_names(fields, PUT_FIELDS)
     record = ItemRecord(
         fields["item_id"],
         fields["title"],

@@ -18,6 +18,7 @@ from typing import IO, ClassVar
 from recserve.features.catalog.catalog_log import Appended, JournalError
 from recserve.features.catalog.change_lines import format_line, parse_line
 from recserve.features.catalog.versions import ChangeSet
+from recserve.files import UnreadableFile
 
 
 @dataclass
@@ -53,6 +54,8 @@ class ItemJournal:
                 break  # after the last line end: nothing, or a line that a crash cut short
             try:
                 change_sets.append(parse_line(line))
+            except UnreadableFile as error:
+                raise JournalError(f"{self.path}: line {number + 1}: {error}") from error
             except ValueError as error:
                 raise JournalError(
                     f"{self.path}: line {number + 1} is damaged ({error})"

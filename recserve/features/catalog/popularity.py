@@ -20,12 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from recserve.features.tables.arrays import are_among
-from recserve.files import UnreadableFile, regular_file, whole_file
+from recserve.files import (
+    FORMAT_KEY,
+    UnreadableFile,
+    check_metadata,
+    regular_file,
+    whole_file,
+)
 
+FORMAT = "recserve-popularity/1"
 HALF_LIFE_S = 7 * 86_400.0
 MAX_TOUCHED = 1024  # items with new events that are sorted into the order at each use
 MAX_DOUBLINGS = 512.0  # float64 has room for as many on both sides of 1
@@ -50,15 +57,20 @@ class SavedCounts:
         since = np.array([self.since_us], np.int64)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, shared=True) as new:
-            save_file({"keys": self.keys, "counts": self.counts, "since_us": since}, new)
+            arrays = {"keys": self.keys, "counts": self.counts, "since_us": since}
+            save_file(arrays, new, {FORMAT_KEY: FORMAT})
 
     @staticmethod
     def load(path: Path) -> SavedCounts:
         """Reads what `save` wrote. Raises UnreadableFile."""
         try:
-            tables = load_file(regular_file(path))
+            with safe_open(regular_file(path), "numpy") as file:
+                check_metadata(file.metadata(), FORMAT, path)
+                tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             keys, counts = tables["keys"].astype(np.uint64), tables["counts"].astype(np.float64)
             (since_us,) = tables["since_us"].tolist()
+        except UnreadableFile:
+            raise
         except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise UnreadableFile(f"{path} does not hold counts of events: {error}") from error
         if keys.shape != counts.shape or not (np.isfinite(counts) & (counts >= 0)).all():

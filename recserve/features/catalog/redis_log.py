@@ -37,6 +37,7 @@ from recserve.features.catalog.change_lines import check_change_set, format_line
 from recserve.features.catalog.log_contents import LogContents
 from recserve.features.catalog.versions import ChangeSet
 from recserve.features.redis_connection import call_and_wait, connect, failures_as
+from recserve.files import UnreadableFile
 
 PREFIX = "recserve:items:"
 MAX_ENTRY_BYTES = 64 << 20
@@ -411,6 +412,8 @@ class RedisCatalogLog:
                 time_ms=int(time_ms),
                 writer=writer.decode("latin-1"),
             )
+        except UnreadableFile as error:
+            raise JournalError(f"{self.name}: position {position}: {error}") from error
         except ValueError as error:
             raise JournalError(f"{self.name}: position {position} is damaged ({error})") from error
 

@@ -409,8 +409,13 @@ def unpack(data: bytes) -> np.ndarray:
     if len(data) < HEADER.size:
         raise CorruptHistory(f"stored history has {len(data)} bytes; the header alone has 16")
     magic, version, dtype_code, count, checksum = HEADER.unpack_from(data)
-    if (magic, version, dtype_code) != (MAGIC, VERSION, DTYPE_CODE):
-        raise CorruptHistory(f"stored history has format {magic!r} {version}.{dtype_code}")
+    if magic != MAGIC:
+        raise CorruptHistory(f"stored history begins with {magic!r}; expected {MAGIC!r}")
+    if (version, dtype_code) != (VERSION, DTYPE_CODE):
+        raise CorruptHistory(
+            f"stored history has version {version}.{dtype_code} of its format; this recserve reads "
+            f"{VERSION}.{DTYPE_CODE}. Another version of recserve wrote it: use that one"
+        )
     body = memoryview(data)[HEADER.size :]
     if len(body) != count * EVENT_DTYPE.itemsize:
         raise CorruptHistory(f"stored history declares {count} events but has {len(body)} bytes")

@@ -91,6 +91,9 @@ local body = ''
 if stored then
   body = string.sub(stored, HEAD + 1)
   local head = string.sub(stored, 1, 8)
+  if #stored >= HEAD and string.sub(head, 1, 2) == 'RH' and string.sub(head, 3, 4) ~= '\\1\\1' then
+    return redis.error_reply('RECSERVE_CORRUPT version')
+  end
   if #stored < HEAD or string.sub(head, 1, 4) ~= 'RH\\1\\1'
       or struct.unpack('<I4', head, 5) * SIZE ~= #body
       or checksum(head, body) ~= string.sub(stored, 9, HEAD) then
@@ -243,7 +246,10 @@ class RedisStore(HistoryStore):
         answers: dict[str, Applied | CorruptHistory] = {}
         for user_id, call, reply in zip(changes, calls, replies, strict=True):
             if isinstance(reply, ResponseError) and CORRUPT in str(reply):
-                answers[user_id] = CorruptHistory("stored history is damaged; nothing was appended")
+                why = "damaged"
+                if "version" in str(reply):
+                    why = "of another version of recserve"
+                answers[user_id] = CorruptHistory(f"stored history is {why}; nothing was appended")
                 continue
             if isinstance(reply, Exception):
                 raise _unavailable(reply) from reply

@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 
 from recserve.features.history.history import event_key
 from recserve.features.tables.parquet import SchemaError
+from recserve.files import FORMAT_KEY, UnreadableFile, check_metadata
 
+FORMAT = "recserve-event-log/1"
 KIND = "events"
 PATTERN = f"{KIND}-*.parquet"
 REMOVE = "remove"
@@ -31,7 +33,8 @@ SCHEMA = pa.schema(
         ("event_id", pa.string()),
         ("event_key", pa.uint64()),
         ("correction", pa.string()),
-    ]
+    ],
+    metadata={FORMAT_KEY: FORMAT},
 )
 
 
@@ -48,18 +51,37 @@ def read_event_files(folder: Path, since_us: int | None = None) -> pa.Table:
     paths = sorted(folder.glob(PATTERN), key=lambda path: path.name.split("-")[1:])
     if not paths:
         raise SchemaError(f"{folder}: is a folder without {PATTERN}; expected that of an event log")
-    tables = []
-    for path in paths:
-        try:
-            table = pq.read_table(path, partitioning=None)
-            tables.append(table.select(SCHEMA.names).cast(SCHEMA))
-        except (pa.ArrowException, KeyError, OSError) as error:
-            raise SchemaError(f"{path}: is no file of an event log ({error})") from None
-    table = pa.concat_tables(tables)
+    table = pa.concat_tables([read_log_file(path, SCHEMA, FORMAT) for path in paths])
     if since_us is not None:
         table = table.filter(pc.greater_equal(table.column("received"), pa.scalar(since_us, TIME)))
     order = np.argsort(pc.fill_null(table.column("received").cast(pa.int64()), 0), kind="stable")
     return table.take(pa.array(order))
+
+
+def read_log_file(path: Path, schema: pa.Schema, expected: str) -> pa.Table:
+    """Returns the rows of a file of the event log or the slate log.
+
+    Args:
+        path: The file.
+        schema: Its columns.
+        expected: Name and number of its format.
+
+    Raises:
+        SchemaError: If it is damaged, of another version, or no such file.
+    """
+    try:
+        table = pq.read_table(path, partitioning=None)
+        check_metadata(table.schema.metadata, expected, path)
+        names = table.schema.names
+        for name in {*names, *schema.names}:
+            if name not in names or name not in schema.names:
+                what = "unknown" if name in names else "missing"
+                raise SchemaError(f"{path}: column {name} is {what}; expected {expected}")
+        return table.select(schema.names).cast(schema)
+    except UnreadableFile as error:
+        raise SchemaError(str(error)) from None
+    except (pa.ArrowException, OSError) as error:
+        raise SchemaError(f"{path}: is no file of {expected} ({error})") from None
 
 
 def event_keys(ids: pa.Array) -> np.ndarray:

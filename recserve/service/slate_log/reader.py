@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from recserve.service.slate_log.records import SCHEMAS
+from recserve.features.tables.event_files import read_log_file
+from recserve.service.slate_log.records import FORMAT, SCHEMAS
 
 KEYS = ["token_id", "item_id"]
 
@@ -20,9 +20,12 @@ def read_log(folder: Path | str, kind: str) -> pa.Table:
     Args:
         folder: Folder of the log.
         kind: `slates` or `outcomes`.
+
+    Raises:
+        SchemaError: If a file is damaged, or of another version of the log.
     """
     paths = sorted(Path(folder).glob(f"{kind}-*.parquet"))
-    tables = [pq.read_table(path, schema=SCHEMAS[kind]) for path in paths]
+    tables = [read_log_file(path, SCHEMAS[kind], FORMAT) for path in paths]
     return pa.concat_tables(tables) if tables else SCHEMAS[kind].empty_table()
 
 

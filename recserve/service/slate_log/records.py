@@ -11,6 +11,7 @@ from typing import Literal
 import pyarrow as pa
 
 from recserve.features.tables.rfc3339 import parse_event_time
+from recserve.files import FORMAT_KEY
 from recserve.schemas.events import REMOVE, EventInput
 from recserve.schemas.items import RecommendResponse, Rejection
 from recserve.service.attribution import MAC_BYTES, MAX_TOKEN, Attribution, BadToken, Signer
@@ -55,7 +56,11 @@ OUTCOMES = pa.schema(
         ("event", pa.string()),
     ]
 )
-SCHEMAS = {"slates": SLATES, "outcomes": OUTCOMES}
+FORMAT = "recserve-slate-log/1"
+SCHEMAS = {
+    kind: schema.with_metadata({FORMAT_KEY: FORMAT})
+    for kind, schema in (("slates", SLATES), ("outcomes", OUTCOMES))
+}
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.distilled_text import (
+    FORMAT,
     SCHEMA,
     DistillationSettings,
     check_folder,
@@ -225,6 +226,7 @@ def distill(
             f"{positions} positions"
         )
     facts = {
+        "format": FORMAT,
         "target_sha256": target_sha256(llm),
         "tokenizer_sha256": tokenizer_sha256(llm),
         "text_sha256": sha256_of(texts),

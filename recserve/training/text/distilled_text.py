@@ -20,11 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from recserve.files import TEMPORARY, UnreadableFile, read_json, whole_file
+from recserve.files import (
+    TEMPORARY,
+    UnreadableFile,
+    check_format,
+    parse_record,
+    read_json,
+    whole_file,
+)
 from recserve.models.loading import tensor_files
 from recserve.tokenizer.tokenizer import TextTokenizer
 from recserve.training.text.language_model import encode, read_texts
 
+FORMAT = "recserve-distilled/1"
 METADATA = "distillation.json"
 PART_TOKENS = 2**16
 SCHEMA = pa.schema([("tokens", pa.list_(pa.int32())), ("start", pa.int32())])
@@ -163,10 +171,13 @@ def read_distilled(folder: Path) -> DistilledText:
     facts = _facts(folder)
     try:
         names = {field.name for field in fields(DistillationSettings)}
-        settings = DistillationSettings(**{n: v for n, v in facts.items() if n in names})
+        own = {name: value for name, value in facts.items() if name in names}
+        settings = parse_record(own, DistillationSettings)
         origin = str(facts["target_sha256"]), str(facts["tokenizer_sha256"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / METADATA} is damaged: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{folder / METADATA}: {error.args[0]} is missing") from error
+    except ValueError as error:
+        raise ValueError(f"{folder / METADATA}: {error}") from error
     paths = [folder / name for name in settings.parts()]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ValueError(
@@ -222,6 +233,7 @@ def _facts(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(facts, dict):
         raise ValueError(f"{path} is damaged: it holds no object")
+    check_format(facts.get("format"), FORMAT, path)
     return facts
 
 
