@@ -67,7 +67,7 @@ A = TypeVar("A")
 Asked = TypeVar("Asked", bound=RecommendRequest | RankRequest)
 Answered = TypeVar("Answered", bound=RecommendResponse | RankResponse)
 Text = TypeVar("Text", bound=TextRequest)
-BeginTexts = Callable[[Text, str, float, Listener, Client], PendingTexts]
+BeginTexts = Callable[[Text, str, float, Listener, Client, bool], PendingTexts]
 SCOPE_KEY = "recserve.context"
 DEADLINE_HEADER = "x-deadline-ms"
 MIN_VERSION_HEADER = "x-recserve-min-catalog-version"

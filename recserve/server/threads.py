@@ -157,6 +157,8 @@ class Threads:
         changes: Calls that read or change events and items, and wait for the store or the disk.
         items: Large requests for items.
         text: Chat templates and tokenisation.
+        grammars: Constraints that no request has had before. Requests without one never wait for
+            them.
         reports: Metrics, and other handlers that are no coroutines.
     """
 
@@ -171,11 +173,13 @@ class Threads:
         self.changes = FairThreads(32, "changes", capacity, share)
         self.items = FairThreads(4, "items", capacity, share)
         self.text = FairThreads(8, "text", capacity, share)
+        self.grammars = FairThreads(1, "grammars", capacity, share)
         self.reports = FairThreads(4, "reports", capacity, share)
 
     def close(self) -> None:
         """Takes no more work. Threads end with the work that they have."""
-        for pool in (self.store, self.changes, self.items, self.text, self.reports):
+        pools = (self.store, self.changes, self.items, self.text, self.grammars, self.reports)
+        for pool in pools:
             pool.shutdown()
 
 

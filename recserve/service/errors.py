@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -93,3 +93,15 @@ REFUSALS: dict[type[Exception], Refusal] = {
 def nearest(error: BaseException, table: Mapping[type[Exception], Entry]) -> Entry | None:
     """Returns the entry of an error's nearest class in a table; None if there is none."""
     return next((table[kind] for kind in type(error).__mro__ if kind in table), None)
+
+
+class Uncompiled(Exception):  # noqa: N818  no failure: what the request waits for
+    """A constraint that has to be compiled before a request can go on.
+
+    Attributes:
+        compile: Compiles it for the cache, where a refusal is cached too.
+    """
+
+    def __init__(self, compile_it: Callable[[], object]) -> None:
+        super().__init__("the constraint is not compiled")
+        self.compile = compile_it

@@ -16,6 +16,8 @@ from recserve.server.context import BeginTexts, RequestContext
 from recserve.server.event_stream import EventStream, PieceQueue
 from recserve.server.piece_clock import StreamLatency
 from recserve.server.routing import handles, json_response
+from recserve.service.errors import Uncompiled
+from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Piece
 
 B = TypeVar("B", bound=TextRequest)
@@ -39,6 +41,18 @@ async def _answer(context: RequestContext, begin: BeginTexts[B], body: B) -> Res
     if arms is None or context.untracked:
         return await write_texts(context, begin, body)
     return await arms.write_texts(context, begin, body)
+
+
+async def _prepare(
+    context: RequestContext, begin: Callable[[], PendingTexts], deadline_s: float
+) -> PendingTexts:
+    """Begins texts. A new constraint is compiled on a thread that no other request waits for."""
+    threads = context.state.threads
+    while True:
+        try:
+            return await context.prepare(begin, deadline_s, threads.text)
+        except Uncompiled as needed:
+            await context.prepare(needed.compile, deadline_s, threads.grammars)
 
 
 async def write_texts(
@@ -68,8 +82,8 @@ async def write_texts(
             pieces.put(piece)
 
     try:
-        call = partial(begin, body, trace.request_id, deadline_s, listen, context.client)
-        work = await context.prepare(call, deadline_s, context.state.threads.text)
+        call = partial(begin, body, trace.request_id, deadline_s, listen, context.client, True)
+        work = await _prepare(context, call, deadline_s)
     except Exception as error:
         on_end(error, 0)
         raise

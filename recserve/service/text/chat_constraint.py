@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from recserve.schemas.encoding import TokenizeRequest
 from recserve.schemas.items import InvalidRequest, UnsupportedField
 from recserve.schemas.numbers import ENCODER
 from recserve.schemas.text import ChatRequest, TextRequest
+from recserve.service.text.constraints.json_schema import UnfitSchema
+from recserve.service.text.constraints.trial import is_costly
 from recserve.service.text.model import TextModel
 from recserve.service.text.tool_calls.call_format import (
     CallRules,
@@ -61,6 +64,7 @@ def text_constraint(body: TextRequest, model: TextModel) -> Constraint | None:
     """Returns the constraint of a text without thoughts and calls; None if it is free.
 
     Raises:
+        Uncompiled: If it has to be compiled first.
         InvalidRequest: If the constraint is invalid or cannot be kept.
     """
     wanted, allowed = read_wanted(body), body.allowed_token_ids
@@ -73,7 +77,7 @@ def text_constraint(body: TextRequest, model: TextModel) -> Constraint | None:
         )
     if wanted.text is None and not allowed:
         return None
-    return model.constrain(wanted.param, wanted.text, allowed or None)
+    return model.constrain(wanted.param, wanted.text, allowed or None, cached=True)
 
 
 def chat_constraint(
@@ -88,6 +92,7 @@ def chat_constraint(
         model: The served model.
 
     Raises:
+        Uncompiled: If it has to be compiled first.
         InvalidRequest: If the constraint is invalid or cannot be kept.
     """
     wanted = read_wanted(body)
@@ -99,7 +104,13 @@ def chat_constraint(
         whole = Grammar("lark", "\n".join(lines))
     except ValueError as error:
         raise InvalidRequest(param, str(error)) from None
-    return model.constrain(param, whole, body.allowed_token_ids or None)
+    try:
+        return model.constrain(param, whole, body.allowed_token_ids or None, cached=True)
+    except InvalidRequest as error:
+        # A grammar that takes too much is not compiled tool by tool as well.
+        if form.format is not None and not is_costly(str(error)):
+            _check_tools(form.tools, model)
+        raise
 
 
 def turn_form(
@@ -259,14 +270,24 @@ def _calls(
         answer=None if wanted.text is None else "answer",
         first_text=first,
     )
-    for number, tool in tools:  # its errors name the path
-        schema = Grammar("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
-        model.constrain(f"tools[{number}].function.parameters", schema)
     try:
         return form.format.grammar([tool for _, tool in tools], rules, tag)
     except UnfitTool as error:
         param = f"tools[{tools[error.index][0]}].function.parameters{error.path}"
         raise InvalidRequest(param, str(error)) from None
+    except (UnfitSchema, AttributeError, TypeError):  # no schema, which a format need not check
+        _check_tools(form.tools, model)
+        raise
+
+
+def _check_tools(tools: Sequence[Tool], model: TextModel) -> None:
+    """Raises InvalidRequest for the first tool whose schema is refused, with its path.
+
+    All tools are compiled as one grammar. Only if that fails, they are compiled one by one.
+    """
+    for number, tool in enumerate(tools):
+        schema = Grammar("json_schema", json.dumps(tool.parameters, ensure_ascii=False))
+        model.constrain(f"tools[{number}].function.parameters", schema, cached=True)
 
 
 def _answer(wanted: Grammar | Choices) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from importlib.metadata import version as installed
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from recserve.core.client import LOCAL, Client
 from recserve.core.request import PromptScores
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextRequest
+from recserve.service.errors import Uncompiled
 from recserve.service.pending import Stopwatch
 from recserve.service.text.answers import ChatShape, CompletionShape, Shape
 from recserve.service.text.chat_turns import TurnShape
@@ -51,6 +54,7 @@ class TextService:
         deadline_s: float | None = None,
         listener: Listener | None = None,
         client: Client = LOCAL,
+        cached: bool = False,
     ) -> PendingTexts:
         """Starts the texts of a completion request.
 
@@ -60,14 +64,16 @@ class TextService:
             deadline_s: time.monotonic() value after which the texts are useless; None means never.
             listener: Called with every piece, on the engine's thread.
             client: Who sends the request.
+            cached: Whether to compile no constraint, which takes up to a second.
 
         Raises:
+            Uncompiled: If a constraint has to be compiled first, which `cached` forbids.
             InvalidRequest: If a field is out of range; ContextExceeded is one of them.
             UnknownModel: If the body names another model.
             Exception: What the engine refuses the request with.
         """
         watch = Stopwatch()
-        plan = plan_completion(body, self.model, deadline_s)
+        plan = _plan(partial(plan_completion, body, self.model, deadline_s), cached)
         tokenizer = self.model.tokenizer
         shape = CompletionShape(tokenizer.all_bytes, body.logprobs is not None, _sources(body))
         echoed = [prompt.text if body.echo else "" for prompt in plan.prompts]
@@ -95,10 +101,11 @@ class TextService:
         deadline_s: float | None = None,
         listener: Listener | None = None,
         client: Client = LOCAL,
+        cached: bool = False,
     ) -> PendingTexts:
         """Starts the responses to a chat. Arguments and errors as in `begin_completion`."""
         watch = Stopwatch()
-        plan = plan_chat(body, self.model, deadline_s)
+        plan = _plan(partial(plan_chat, body, self.model, deadline_s), cached)
         tokenizer, form = self.model.tokenizer, plan.form
         given = tokenizer.all_bytes, bool(body.logprobs), _sources(body)
         if form is None:
@@ -142,6 +149,17 @@ class TextService:
             "model": self.model.name,
             "system_fingerprint": self.fingerprint,
         }
+
+
+def _plan(plan: Callable[[], TextPlan], cached: bool) -> TextPlan:
+    """Returns the plan of a body, and compiles what it waits for. Raises Uncompiled if `cached`."""
+    while True:
+        try:
+            return plan()
+        except Uncompiled as needed:
+            if cached:
+                raise
+            needed.compile()
 
 
 def _queries(

@@ -73,17 +73,19 @@ class TextModel:
             raise UnknownModel(f"expected the language model {self.name!r}, got {name[:80]!r}")
 
     def constrain(
-        self, param: str, wanted: Grammar | Choices | None, allowed: Sequence[int] | None = None
+        self,
+        param: str,
+        wanted: Grammar | Choices | None,
+        allowed: Sequence[int] | None = None,
+        cached: bool = False,
     ) -> Constraint:
         """Compiles the constraint of a request; arguments and errors as `ConstraintCompiler`.
-
-        A thread that prepares requests calls it, because it takes up to a second.
 
         Raises:
             UnsupportedField: If the library of grammars is not installed.
         """
         try:
-            return self._constraints.compile(param, wanted, allowed)
+            return self._constraints.compile(param, wanted, allowed, cached)
         except ModuleNotFoundError as error:
             missing = describe_missing(error, "a constrained text")
             if missing is None:

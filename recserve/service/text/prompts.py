@@ -108,6 +108,7 @@ def plan_completion(
         ContextExceeded: If prompt and text do not fit the context.
         DeadlineExceeded: If the deadline passes meanwhile.
         UnknownModel: If the body names another model.
+        Uncompiled: If the constraint has to be compiled first.
     """
     model.check_name(body.model)
     constrained = body.check()

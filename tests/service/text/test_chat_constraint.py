@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from recserve.core.constraint import Matcher, has_token, num_words
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import ChatRequest, CompletionRequest
 from recserve.schemas.validation import converted
+from recserve.service.errors import Uncompiled
 from recserve.service.text.model import TextModel
 from recserve.service.text.prompts import TextPlan, plan_chat, plan_completion
 from recserve.service.text.tool_calls.turn import TurnParser
@@ -78,7 +80,16 @@ def model_of(folder, template: str, thinks: bool) -> TextModel:
 
 def planned(model: TextModel, **fields) -> TextPlan:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **fields}
-    return plan_chat(converted(body, ChatRequest), model)
+    return compiled(lambda: plan_chat(converted(body, ChatRequest), model))
+
+
+def compiled(plan: Callable[[], TextPlan]) -> TextPlan:
+    """Returns a plan, and compiles what it waits for."""
+    while True:
+        try:
+            return plan()
+        except Uncompiled as needed:
+            needed.compile()
 
 
 def allows(model: TextModel, plan: TextPlan, text: str) -> bool:
@@ -104,7 +115,7 @@ def test_what_a_field_lets_through(tmp_path, name, thinks):
         assert [text for text in fits if not allows(model, plan, before + text)] == []
         assert [text for text in others if allows(model, plan, before + text)] == []
     body = converted({"prompt": "a", **fields}, CompletionRequest)
-    plan = plan_completion(body, model)
+    plan = compiled(lambda: plan_completion(body, model))
     assert [allows(model, plan, text) for text in (*fits, *others)] == [
         *[True] * len(fits),
         *[False] * len(others),

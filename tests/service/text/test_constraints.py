@@ -95,6 +95,36 @@ def test_a_grammar_of_no_use_is_refused(kind, text, compiler):
             compiler.compile("guided", Grammar(kind, text))
 
 
+def hostile(kind: str, random: np.random.Generator) -> Grammar:
+    """A grammar on which the library of grammars crashes, or computes without end."""
+    size = int(random.integers(20_000, 30_000))
+    rules = [f'r{n}: "a" r{n + 1} | "b" r{n + 1}' for n in range(size // 2)]
+    deep = "start: r0\n" + "\n".join(rules) + f'\nr{size // 2}: "c"'
+    patterns = {f"^{random.integers(9)}a{n}_": {} for n in range(size // 50)}
+    texts = {
+        "deep rules": ("lark", deep),
+        "nested repeats": ("regex", "((a*)*)*" * size),
+        "many patterns": ("json_schema", json.dumps({"patternProperties": patterns})),
+        "multiples": ("json_schema", json.dumps({"type": "integer", "multipleOf": size * 2003})),
+        "long choice": ("lark", "start: " + " | ".join(f'"w{n}"' for n in range(4 * size))),
+    }
+    return Grammar(*texts[kind])
+
+
+@pytest.mark.parametrize(
+    "kind", ["deep rules", "nested repeats", "many patterns", "multiples", "long choice"]
+)
+def test_a_grammar_that_takes_too_much_is_refused(kind, compiler):
+    """The process survives, what others ask for is compiled, and the refusal is remembered."""
+    wanted = hostile(kind, np.random.default_rng(len(kind)))
+    with pytest.raises(InvalidRequest, match="takes more than|too large") as told:
+        compiler.compile("guided", wanted)
+    assert is_text(compiler, compiler.compile("f", Grammar("regex", f"{kind}|a")), kind)
+    with pytest.raises(InvalidRequest) as again:
+        compiler.compile("guided", wanted, cached=True)
+    assert str(again.value) == str(told.value)
+
+
 def test_requests_are_bounded():
     for make in (
         lambda: Grammar("json_schema", " " * (1 << 20) + "{}"),

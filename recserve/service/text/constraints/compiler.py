@@ -5,23 +5,30 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 from recserve.core.constraint import Choices, Constraint, Grammar
 from recserve.schemas.items import InvalidRequest, UnsupportedField
+from recserve.service.errors import Uncompiled
 from recserve.service.text.constraints.allowed import AllowedConstraint
 from recserve.service.text.constraints.choices import ChoiceTrie
-from recserve.service.text.constraints.grammar import GrammarCompiler, UnfitGrammar
+from recserve.service.text.constraints.grammar import (
+    CompiledGrammar,
+    GrammarCompiler,
+    UnfitGrammar,
+)
 from recserve.tokenizer.tokenizer import TextTokenizer
 
+Compiled = CompiledGrammar | ChoiceTrie
 MAX_CACHED = 64  # a grammar whose texts have met many states takes up to 20 MB
-MAX_CACHED_BYTES = 64 << 20
+MAX_CACHED_BYTES = 256 << 20
 
 
 class ConstraintCompiler:
     """Compiles constraints for one model, one at a time.
 
-    A call takes up to a second, so it belongs to a thread that prepares requests. What compiled,
-    and what was refused, is cached by its text.
+    A call takes up to a second, so it belongs to a thread that nobody else waits for. What
+    compiled, and what was refused, is cached by its text.
     """
 
     def __init__(
@@ -30,13 +37,17 @@ class ConstraintCompiler:
         self.tokenizer, self.vocab_size, self.end_tokens = tokenizer, vocab_size, end_tokens
         self._grammars: GrammarCompiler | None = None
         self._compiling, self._lock = threading.Lock(), threading.Lock()
-        self._cache: OrderedDict[Grammar | Choices, tuple[Constraint | UnfitGrammar, int]] = (
+        self._cache: OrderedDict[Grammar | Choices, tuple[Compiled | UnfitGrammar, int]] = (
             OrderedDict()
         )
         self._num_bytes = 0
 
     def compile(
-        self, param: str, wanted: Grammar | Choices | None, allowed: Sequence[int] | None = None
+        self,
+        param: str,
+        wanted: Grammar | Choices | None,
+        allowed: Sequence[int] | None = None,
+        cached: bool = False,
     ) -> Constraint:
         """Returns the constraint of a request.
 
@@ -44,14 +55,20 @@ class ConstraintCompiler:
             param: Field of the request that gave it, for errors.
             wanted: What the text may be; None leaves it free.
             allowed: Tokens that the text may have; None means all.
+            cached: Whether to compile nothing.
 
         Raises:
+            Uncompiled: If it is not in the cache, but has to be.
             InvalidRequest: If the constraint is invalid, or not all of it would be enforced. Its
                 field has the path inside the grammar.
         """
         if not self.end_tokens:
             raise UnsupportedField(param, "this model names no end token; its texts cannot end")
-        found = None if wanted is None else self._compiled(wanted)
+        found = None if wanted is None else self._cached(wanted)
+        if found is None and wanted is not None:
+            if cached:
+                raise Uncompiled(partial(self._compiled, wanted))
+            found = self._compiled(wanted)
         if isinstance(found, UnfitGrammar):
             raise InvalidRequest(f"{param}{found.path}", str(found))
         if allowed is not None:
@@ -59,10 +76,7 @@ class ConstraintCompiler:
         assert found is not None, "a constraint, or allowed tokens"
         return found
 
-    def _compiled(self, wanted: Grammar | Choices) -> Constraint | UnfitGrammar:
-        found = self._cached(wanted)
-        if found is not None:
-            return found
+    def _compiled(self, wanted: Grammar | Choices) -> Compiled | UnfitGrammar:
         with self._compiling:
             found = self._cached(wanted)  # another thread may have compiled it meanwhile
             if found is None:
@@ -73,7 +87,7 @@ class ConstraintCompiler:
                 self._store(wanted, found)
         return found
 
-    def _cached(self, wanted: Grammar | Choices) -> Constraint | UnfitGrammar | None:
+    def _cached(self, wanted: Grammar | Choices) -> Compiled | UnfitGrammar | None:
         with self._lock:
             found = self._cache.get(wanted)
             if found is None:
@@ -81,16 +95,18 @@ class ConstraintCompiler:
             self._cache.move_to_end(wanted)
             return found[0]
 
-    def _store(self, wanted: Grammar | Choices, found: Constraint | UnfitGrammar) -> None:
+    def _store(self, wanted: Grammar | Choices, found: Compiled | UnfitGrammar) -> None:
         texts = (wanted.text,) if isinstance(wanted, Grammar) else wanted.texts
         size = 1024 + sum([len(text) for text in texts]) * 4
+        if not isinstance(found, UnfitGrammar):
+            size += found.num_bytes
         with self._lock:
             self._cache[wanted] = found, size
             self._num_bytes += size
             while len(self._cache) > MAX_CACHED or self._num_bytes > MAX_CACHED_BYTES:
                 self._num_bytes -= self._cache.popitem(last=False)[1][1]
 
-    def _compile(self, wanted: Grammar | Choices) -> Constraint:
+    def _compile(self, wanted: Grammar | Choices) -> Compiled:
         if isinstance(wanted, Choices):
             return self._trie(wanted)
         if self._grammars is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from recserve.service.text.constraints.json_schema import (
     json_options,
     read_schema,
 )
+from recserve.service.text.constraints.trial import Trials
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 # A state of a lexer takes 1 to 2 kB, and a unit of fuel about .02 us to compile and .07 us to step.
@@ -35,8 +35,6 @@ LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# A grammar is compiled again when one of its texts meets a limit (CompiledGrammar.restart).
-MAX_COMPILE_S = 0.5
 # Attributes of rules with which a matcher cannot go back.
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _ONE_WAY = re.compile(r"\b(max_tokens|stop|temperature)\b")
@@ -66,9 +64,11 @@ class GrammarCompiler:
         self.vocab_size, self.end_tokens = vocab_size, end_tokens
         self._tokenizer = read_tokenizer(tokenizer, vocab_size, end_tokens)
         self._limits = LLParserLimits(**LIMITS)  # type: ignore[arg-type]
+        table = _TokenTable(tokenizer, vocab_size, end_tokens[0])
+        self._trials = Trials(table.tokens, table.special_token_ids, end_tokens, LIMITS)
 
     def compile(self, wanted: Grammar) -> CompiledGrammar:
-        """Compiles a grammar, without the GIL for the most part.
+        """Compiles a grammar without the GIL, once it has been compiled on trial.
 
         Raises:
             UnfitGrammar: If the grammar is invalid, or not all of it would be enforced.
@@ -93,21 +93,12 @@ class GrammarCompiler:
         def build() -> LLMatcher:
             return LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
 
-        began_s = time.thread_time()
-        compiled = CompiledGrammar(build, self.vocab_size, self.end_tokens)
+        verdict = self._trials.run(text)
+        if verdict.error:
+            raise _refusal(schema, verdict.error)
+        compiled = CompiledGrammar(build, self.vocab_size, self.end_tokens, verdict.num_bytes)
         if compiled.error:
             raise _refusal(schema, compiled.error)
-        first = np.zeros(num_words(self.vocab_size), np.int32)
-        try:
-            for _ in range(2):  # the second one meets the states of the first
-                matcher = compiled.start()
-                matcher.fill(first)
-        except ConstraintError as error:
-            raise UnfitGrammar("", str(error)) from None
-        if matcher.is_dead():
-            raise UnfitGrammar("", "no text can fulfil it")
-        if time.thread_time() - began_s > MAX_COMPILE_S:
-            raise UnfitGrammar("", f"takes more than {MAX_COMPILE_S} s to compile; make it smaller")
         return compiled
 
 
@@ -165,12 +156,18 @@ class CompiledGrammar:
 
     Attributes:
         end_tokens: Tokens that end a text.
+        num_bytes: Memory that it takes.
     """
 
     def __init__(
-        self, build: Callable[[], LLMatcher], vocab_size: int, end_tokens: tuple[int, ...]
+        self,
+        build: Callable[[], LLMatcher],
+        vocab_size: int,
+        end_tokens: tuple[int, ...],
+        num_bytes: int = 0,
     ) -> None:
-        self._build, self._num_words, self.end_tokens = build, num_words(vocab_size), end_tokens
+        self._build, self._num_words = build, num_words(vocab_size)
+        self.end_tokens, self.num_bytes = end_tokens, num_bytes
         self._root = build()  # of the newest lexer
 
     @property

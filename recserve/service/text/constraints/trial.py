@@ -1,0 +1,220 @@
+"""Compiles grammars on trial, in a process that a grammar may crash, fill or keep busy.
+
+llguidance bounds most of what a grammar costs, but not all: a small grammar can overflow the stack,
+and a short schema can compute for hours. So a grammar is first compiled in a child of this program,
+with limits of the operating system. A server compiles only what has passed.
+
+This file is also that program. It runs without the rest of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_COMPILE_S = 0.5  # of a processor
+MAX_COMPILE_BYTES = 256 << 20
+# A quarter of what threads have in a server.
+STACK_BYTES = 2 << 20
+COSTLY = "takes more than"
+NICENESS = 5  # requests that compute go first
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial has found.
+
+    Attributes:
+        error: Why the grammar is of no use; empty if it passes.
+        num_bytes: Memory that the compiled grammar takes.
+    """
+
+    error: str
+    num_bytes: int = 0
+
+
+def is_costly(error: str) -> bool:
+    """Returns whether an error says that a grammar takes too much."""
+    return COSTLY in error
+
+
+class Trials:
+    """Compiles grammars in another process, one after another. The process starts when needed."""
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special: Sequence[int],
+        end_tokens: Sequence[int],
+        limits: dict[str, Any],
+    ) -> None:
+        """Keeps the tokeniser.
+
+        Args:
+            tokens: What each token writes; the name of a special one.
+            special: Special tokens.
+            end_tokens: Tokens that end a text.
+            limits: Arguments of `LLParserLimits`.
+        """
+        texts = [token.decode("latin-1") for token in tokens]
+        head = {"tokens": texts, "special": list(special), "ends": list(end_tokens)}
+        self._head = json.dumps({**head, "limits": limits})
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, grammar: str) -> Verdict:
+        """Compiles a grammar of llguidance. One thread calls it at a time.
+
+        Raises:
+            OSError: If the process cannot run.
+        """
+        job = json.dumps(grammar)
+        for _ in range(2):  # the system may have ended a process that was idle
+            with contextlib.suppress(OSError):
+                if answer := self._ask(job):
+                    return Verdict(**json.loads(answer))
+            self._stop()
+        raise OSError("the process that compiles grammars on trial does not run")
+
+    def _ask(self, job: str) -> str:
+        """Returns a line of the process; empty if it has ended."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+            )
+            weakref.finalize(self, _end, self._process)
+            job = f"{self._head}\n{job}"
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(job + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            _end(self._process)
+        self._process = None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+class TokenTable:
+    """A tokeniser as llguidance takes it from Python, which encodes nothing."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self.tokens = [token.encode("latin-1") for token in head["tokens"]]
+        self.special_token_ids = head["special"]
+        self.eos_token_id, self.bos_token_id = head["ends"][0], None
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Returns no tokens; a trial needs none."""
+        return []
+
+
+def main() -> None:
+    """Reads a tokeniser, and then a grammar per line. Writes a verdict for each."""
+    import llguidance as ll
+
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    head = json.loads(sys.stdin.readline())
+    table, limits = TokenTable(head), ll.LLParserLimits(**head["limits"])
+    wrapped = ll.TokenizerWrapper(table)
+    tokenizer = ll.LLTokenizer(wrapped, n_vocab=len(table.tokens), eos_token=head["ends"])
+    for line in sys.stdin:
+        print(json.dumps(try_apart(ll, tokenizer, limits, json.loads(line))), flush=True)
+
+
+def try_apart(ll: Any, tokenizer: Any, limits: Any, grammar: str) -> dict[str, Any]:
+    """Returns the verdict of a child that compiles a grammar."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            _limit()
+            found: list[dict[str, Any]] = []
+            threading.stack_size(STACK_BYTES)
+            thread = threading.Thread(
+                target=lambda: found.append(compile_once(ll, tokenizer, limits, grammar))
+            )
+            thread.start()
+            thread.join()
+            os.write(sink, json.dumps(found[0]).encode())
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with os.fdopen(source, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if answer:
+        verdict: dict[str, Any] = json.loads(answer)
+        return verdict
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if number == signal.SIGPROF:
+        return {"error": f"{COSTLY} {MAX_COMPILE_S} s to compile; make it smaller"}
+    if number in (signal.SIGSEGV, signal.SIGBUS):
+        return {"error": f"{COSTLY} {STACK_BYTES >> 20} MB of stack; it is nested too deeply"}
+    return {"error": f"{COSTLY} {MAX_COMPILE_BYTES >> 20} MB to compile; make it smaller"}
+
+
+def _limit() -> None:
+    """Bounds what this process may use from now on."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_S)
+    if size := _num_bytes(0):
+        resource.setrlimit(resource.RLIMIT_AS, (size + MAX_COMPILE_BYTES,) * 2)
+
+
+def compile_once(ll: Any, tokenizer: Any, limits: Any, grammar: str) -> dict[str, Any]:
+    """Returns the verdict about a grammar, as far as it neither crashes nor takes too much."""
+    before = _num_bytes(1)
+    try:
+        matcher = ll.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if error := matcher.get_error():
+            return {"error": error[:2000]}
+        for _ in range(2):  # the second one meets the states of the first
+            copy = matcher.deep_copy()
+            copy.compute_bitmask()
+            if copy.is_error():
+                return {"error": f"the constraint cannot go on: {copy.get_error()[:2000]}"}
+        if copy.is_stopped() and not copy.is_accepting():
+            return {"error": "no text can fulfil it"}
+    except MemoryError:
+        raise
+    except BaseException as error:  # a panic of Rust is no Exception
+        return {"error": f"is not supported: {str(error)[:500]}"}
+    return {"error": "", "num_bytes": max(0, _num_bytes(1) - before)}
+
+
+def _num_bytes(field: int) -> int:
+    """Returns address space (0) or memory (1) of this process; 0 where Linux does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[field]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main()
