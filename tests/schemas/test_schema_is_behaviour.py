@@ -29,6 +29,7 @@ from recserve.server.binary_tensors import check_outputs, read_request
 from recserve.server.body_decoder import decode
 from recserve.service.text.model import TextModel
 from recserve.service.text.prompts import name_texts, plan_chat, plan_completion
+from tests.support.constrained_texts import compiled
 from tests.support.schema_bodies import Bodies
 
 
@@ -56,7 +57,7 @@ class AnyName(TextModel):
     def check_name(self, name: str | None) -> None:
         return None
 
-    def constrain(self, *_: object) -> None:
+    def constrain(self, *_: object, cached: bool = False) -> None:
         return None
 
     def exceeded(self, *_: object) -> Exception:
@@ -146,8 +147,8 @@ def check_infer(body: inference.InferRequest) -> None:
 
 
 CHECKS: dict[type[msgspec.Struct], Callable[[Any], object]] = {
-    text.CompletionRequest: lambda body: plan_completion(body, MODEL),
-    text.ChatRequest: lambda body: plan_chat(body, MODEL),
+    text.CompletionRequest: lambda body: compiled(lambda: plan_completion(body, MODEL)),
+    text.ChatRequest: lambda body: compiled(lambda: plan_chat(body, MODEL)),
     scoring.RerankRequest: scoring.RerankRequest.check,
     scoring.GenerativeScoringRequest: check_scoring,
     encoding.EmbeddingsRequest: check_embeddings,

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from recserve.core.constraint import Choices, Grammar, has_token, num_words
 from recserve.kernels.acceptance.noise import gumbel
+from recserve.service.errors import Uncompiled
 from recserve.service.text.constraints.compiler import ConstraintCompiler
+from recserve.service.text.prompts import TextPlan
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.tokenizer.tokenizer import TextTokenizer
@@ -212,3 +215,12 @@ def drawn_query(
     grammar = GRAMMARS[wanted] if isinstance(wanted, str) else wanted
     constraint = compiler().compile("grammar", grammar)
     return TextQuery(prompt, params, speculation, constraint=constraint)
+
+
+def compiled(plan: Callable[[], TextPlan]) -> TextPlan:
+    """Returns the plan of a request, and compiles what it waits for."""
+    while True:
+        try:
+            return plan()
+        except Uncompiled as needed:
+            needed.compile()

@@ -6,6 +6,7 @@ behind `</think>` wherever a draft meets it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -181,11 +182,34 @@ def read_wanted(body: TextRequest) -> Wanted:
                 text = Grammar("json_schema", schema, blanks)
             elif kind == "grammar" and "::=" in found:
                 raise ValueError("expected a Lark grammar, got one in GBNF or EBNF (`::=`)")
+            elif kind == "regex":
+                text = Grammar("regex", found)
             else:
-                text = Grammar("regex" if kind == "regex" else "lark", found)
+                text = Grammar("lark", _enforce_schemas(found, blanks))
+    except UnfitSchema as error:
+        raise InvalidRequest(f"{param}{error.path}", str(error)) from None
     except ValueError as error:
         raise InvalidRequest(param, str(error)) from None
     return Wanted(param, text)
+
+
+def _enforce_schemas(grammar: str, blanks: int) -> str:
+    """Returns a Lark grammar whose JSON schemas let nothing else pass. Raises UnfitSchema."""
+    if "%json" not in grammar:
+        return grammar
+    parts, place = list[str](), 0
+    while found := _LARK.match(grammar, place):
+        place = found.end()
+        parts.append(found[0])
+        if parts[-2:] != ["%", "json"]:
+            continue
+        begin = place + len(grammar[place:]) - len(grammar[place:].lstrip())
+        schema: Any = None
+        with contextlib.suppress(ValueError, RecursionError):  # the compiler says what is wrong
+            schema, end = json.JSONDecoder().raw_decode(grammar, begin)
+        if isinstance(schema, dict):
+            parts[-2:], place = [json_schema_rule(schema, blanks)], end
+    return "".join(parts)
 
 
 def _of_format(body: TextRequest, blanks: int) -> tuple[str, Grammar]:

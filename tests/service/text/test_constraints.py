@@ -1,7 +1,9 @@
 """Constraints of requests: what is refused, with which path, and the tokens of choices."""
 
 import json
+import random
 import re
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -93,6 +95,121 @@ def test_a_grammar_of_no_use_is_refused(kind, text, compiler):
     for _ in range(2):  # the second refusal is cached
         with pytest.raises(InvalidRequest, match=r"^guided\S*: ."):
             compiler.compile("guided", Grammar(kind, text))
+
+
+HUGE = ["1e400", "-1e400", "1E+999", "1" + "0" * 400, "-" + "9" * 5000]
+NUMBERS = {
+    "minimum": '{{"minimum": {}}}',
+    "exclusiveMaximum": '{{"type": "number", "exclusiveMaximum": {}}}',
+    "multipleOf": '{{"type": "number", "multipleOf": {}}}',
+    "maxLength": '{{"type": "string", "maxLength": {}}}',
+    "const": '{{"const": {}}}',
+    "const.a[0]": '{{"const": {{"a": [{}]}}}}',
+    "enum[1]": '{{"enum": ["x", {}]}}',
+    "default": '{{"default": {}}}',
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_numbers_that_no_double_has_are_refused(place, compiler):
+    draw = random.Random(place)
+    for path, text in NUMBERS.items():
+        own = text.format(number := draw.choice(HUGE))
+        schema = json.dumps(PLACES[place]("OWN")).replace('"OWN"', own)
+        with pytest.raises(InvalidRequest, match="no double has") as caught:
+            compiler.compile("f", Grammar("json_schema", schema))
+        assert caught.value.param == f"f{place}.{path}", number
+    for value in (2**53 + 1, -(2**63), [{"a": 10**20}]):
+        for own in ({"const": value}, {"enum": [1, value]}):
+            with pytest.raises(InvalidRequest, match="texts have integers up to") as caught:
+                compiler.compile("f", Grammar("json_schema", json.dumps(PLACES[place](own))))
+            assert caught.value.param == f"f{place}.{next(iter(own))}"
+
+
+UNBOUND = [
+    {},
+    {"type": "number"},
+    {"type": "integer"},
+    {"type": ["string", "number"]},
+    {"type": "number", "minimum": 0},
+    {"type": "integer", "exclusiveMinimum": -5},
+    {"minLength": 2},
+    {"exclusiveMinimum": -1},
+    {"type": "number", "maximum": 2**63},
+    {"description": "any"},
+    {"anyOf": [{"type": "null"}, {"type": "number"}]},
+    {"not_a_keyword": 1},
+    True,
+]
+AROUND = {
+    "the root": (lambda own: own, "{}"),
+    "a list": (lambda own: {"type": "array", "items": own}, "[{}]"),
+    "any list": (lambda own: {"type": "array"}, "[{}]"),
+    "a property": (lambda own: {"type": "object", "properties": {"k": own}}, '{{"k":{}}}'),
+    "another key": (lambda own: {"type": "object"}, '{{"z":[{}]}}'),
+    "other keys": (lambda own: {"type": "object", "additionalProperties": own}, '{{"z":{}}}'),
+    "a choice": (lambda own: {"anyOf": [{"type": "string"}, own]}, "{}"),
+    "one of all": (lambda own: {"allOf": [own if own else {"type": "number"}]}, "{}"),
+    "a definition": (lambda own: {"$ref": "#/$defs/d", "$defs": {"d": own}}, "{}"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_texts_have_no_number_that_no_double_has(name, compiler):
+    around, text = AROUND[name]
+    for own in UNBOUND:
+        if name in ("the root", "one of all") and own is True:
+            continue
+        schema = around(own)
+        constraint = compiler.compile("f", Grammar("json_schema", json.dumps(schema)))
+        assert is_text(compiler, constraint, text.format(7)), schema
+        if name == "one of all" and "type" not in own and "anyOf" not in own:
+            continue  # what several schemas say of one value is merged as it stands
+        for number in HUGE:
+            assert not is_text(compiler, constraint, text.format(number)), (schema, number)
+
+
+@pytest.mark.parametrize("bound", [0, 3, 0.3, -0.1, 2.5e10, -7.25])
+def test_a_number_is_not_rounded_to_a_bound_that_it_must_not_have(bound, compiler):
+    for name, sign in (("exclusiveMaximum", -1), ("exclusiveMinimum", 1)):
+        schema = Grammar("json_schema", json.dumps({"type": "number", name: bound}))
+        constraint = compiler.compile("f", schema)
+        exact = Decimal(repr(float(bound)))
+        near = f"{exact + sign * Decimal('1e-400'):f}"
+        assert float(near) == bound and not is_text(compiler, constraint, near)
+        assert is_text(compiler, constraint, f"{exact + sign * Decimal('0.05'):f}")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_references_that_only_point_at_each_other_are_refused(seed, compiler):
+    """A cycle of a drawn length; with a value in between, it is fine."""
+    draw = random.Random(seed)
+    where = draw.choice(["$defs", "definitions", "x-own"])
+    length, known = draw.randint(1, 6), draw.choice([40, 3])
+    steps = {
+        "$ref": lambda ref: ref,
+        "allOf": lambda ref: {"allOf": [ref, {"type": "object"}][:: draw.choice([1, -1])]},
+        "anyOf": lambda ref: {"anyOf": [{"type": "null"}, ref]},
+        "oneOf": lambda ref: {"oneOf": [ref]},
+        "nested": lambda ref: {"anyOf": [{"allOf": [ref]}, {"type": "null"}]},
+    }
+    names = [draw.choice(list(steps)) for _ in range(length)]
+    schemas = {
+        f"d{n}": steps[name]({"$ref": f"#/{where}/d{(n + 1) % length}"})
+        for n, name in enumerate(names)
+    }
+    schemas |= {f"d{n}": {"type": "null"} for n in range(length, known)}
+    target = {"$ref": f"#/{where}/d{draw.randrange(length)}"}
+    root = draw.choice([target, {"type": "array", "items": target}, {"properties": {"k": target}}])
+    schema = {**root, where: schemas}
+    with pytest.raises(UnfitSchema, match="a cycle of schemas") as caught:
+        read_schema(json.dumps(schema))
+    found = schema
+    for name in re.findall(r"[^.\[\]]+", caught.value.path):
+        found = found[int(name) if name.isdigit() else name]
+    assert found is not None and caught.value.path
+    schemas[f"d{draw.randrange(length)}"] = {"type": "array", "items": {"$ref": f"#/{where}/d0"}}
+    read_schema(json.dumps(schema))
 
 
 def hostile(kind: str, random: np.random.Generator) -> Grammar:

@@ -79,9 +79,11 @@ class GrammarCompiler:
                 schema = read_schema(wanted.text)
             except UnfitSchema as error:
                 raise UnfitGrammar(error.path, str(error)) from None
-            text = LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides=json_options(wanted.blanks)
-            )
+            options = json_options(wanted.blanks)
+            try:
+                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+            except ValueError as error:
+                raise UnfitGrammar("", f"is no JSON: {error}") from None
         elif wanted.kind == "regex":
             text = LLMatcher.grammar_from_regex(wanted.text)
         else:

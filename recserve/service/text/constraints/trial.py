@@ -120,16 +120,30 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class TokenTable:
-    """A tokeniser as llguidance takes it from Python, which encodes nothing."""
+    """A tokeniser as llguidance takes it from Python. It takes the longest token at each place."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self.tokens = [token.encode("latin-1") for token in head["tokens"]]
         self.special_token_ids = head["special"]
         self.eos_token_id, self.bos_token_id = head["ends"][0], None
+        special = set(self.special_token_ids)
+        numbered = [(text, n) for n, text in enumerate(self.tokens) if text and n not in special]
+        self._numbers = dict(reversed(numbered))
+        self._longest = max(map(len, self._numbers), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Returns no tokens; a trial needs none."""
-        return []
+        """Returns tokens that write a text; none where no token does."""
+        found, place = list[int](), 0
+        while place < len(text):
+            for size in range(min(self._longest, len(text) - place), 0, -1):
+                token = self._numbers.get(text[place : place + size])
+                if token is not None:
+                    found.append(token)
+                    place += size
+                    break
+            else:
+                return []
+        return found
 
 
 def main() -> None:
