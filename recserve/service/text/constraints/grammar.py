@@ -224,10 +224,6 @@ class GrammarMatcher:
         """Returns a matcher of the same state."""
         return GrammarMatcher(self._inner.deep_copy())
 
-    def is_dead(self) -> bool:
-        """Returns whether no text can go on from here, nor end here."""
-        return self._inner.is_stopped() and not self._inner.is_accepting()
-
     def _check(self) -> None:
         if self._inner.is_error():
             raise ConstraintError(f"the constraint cannot go on: {_line(self._inner.get_error())}")
