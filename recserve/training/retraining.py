@@ -36,7 +36,7 @@ from recserve.evaluation.untrained import TrainingData
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history.stores import open_store, split_ttl
 from recserve.features.tables.events import EventLog
-from recserve.files import whole_file
+from recserve.files import check_format, read_json_object, whole_file
 from recserve.schemas.items import StrictStruct
 from recserve.service.event_types import EventTypes
 from recserve.service.history_export import export_events
@@ -46,6 +46,7 @@ from recserve.training.options import TrainOptions
 Log = Callable[[str], None]
 DAY_US = 86_400_000_000
 MODELS = ("recommender", "drafter", "retriever", "ranker")
+FORMAT = "recserve-retrain/1"
 RECORD = "run.json"
 MAX_TRIES = 10
 GIVEN_UP = "given up: the settings have changed"
@@ -237,13 +238,19 @@ class Run:
         Args:
             folder: Folder of the runs.
             settings: Names the settings. A run of other ones is given up.
+
+        Raises:
+            UnreadableFile: If the record of the latest run is damaged or of another version.
         """
         folder.mkdir(parents=True, exist_ok=True)
         numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
         if numbers:
             last = folder / f"{numbers[-1]:04}"
             file = last / RECORD
-            record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            record = {"format": FORMAT}
+            if file.exists():
+                record = read_json_object(file)
+                check_format(record.get("format"), FORMAT, file)
             if "outcome" not in record:
                 run = Run(last, record)
                 if record.setdefault("settings", settings) == settings:
@@ -251,7 +258,7 @@ class Run:
                 run.note("outcome", GIVEN_UP)
         new = folder / f"{(numbers[-1] if numbers else 0) + 1:04}"
         new.mkdir()
-        return Run(new, {"settings": settings})
+        return Run(new, {"format": FORMAT, "settings": settings})
 
     @property
     def number(self) -> int:
