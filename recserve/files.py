@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
@@ -66,18 +67,33 @@ def read_json(path: Path) -> Any:
     return parse_json(read_bytes(path), path)
 
 
-def parse_json(content: bytes, path: Path) -> Any:
+def parse_json(content: bytes, path: Path, unique: bool = False) -> Any:
     """Returns what JSON text means; `path` is the file that it comes from.
+
+    Args:
+        content: The text.
+        path: The file.
+        unique: Whether an object that has a key twice is refused. Otherwise the last one counts.
 
     Raises:
         UnreadableFile: If it is not JSON in UTF-8, or is nested too deeply.
     """
+    hook = _unique if unique else None
     try:
-        return json.loads(content.decode("utf-8"), parse_int=_whole)
+        return json.loads(content.decode("utf-8"), parse_int=_whole, object_pairs_hook=hook)
     except RecursionError as error:
         raise UnreadableFile(f"{path} is nested too deeply to be read") from error
     except ValueError as error:
         raise UnreadableFile(f"{path} is not JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise ValueError(f"an object has the key {twice[:80]!r} twice")
+    return found
 
 
 def _whole(digits: str) -> int | float:

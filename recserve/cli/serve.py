@@ -295,6 +295,8 @@ def doctor(
             )
         findings = examine_checkpoint(Path(path), options, histories)
     else:
+        if llm is None and not Path(path.partition("=")[2] or path).exists():
+            raise typer.BadParameter(f"there is no folder {path[:200]!r}")
         if llm is None or not llm.is_dir():
             raise typer.BadParameter("a drafter needs the folder of its language model (--llm)")
         if bundle or store or drafter or weights or measure:

@@ -146,6 +146,8 @@ def _item_cells(item_id: str, title: Title) -> tuple[Text, Text]:
 def findings_table(findings: Iterable[Finding]) -> Table:
     """Returns a table with one row per finding, coloured by its state."""
     table = Table(show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")
     for finding in findings:
         style = STATE_STYLES[finding.state]
         table.add_row(finding.name, Text(finding.state, style), Text(finding.detail))

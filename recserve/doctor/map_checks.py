@@ -207,8 +207,7 @@ def published_figure(chosen: CheckpointFormat | None) -> Finding:
         "published figure",
         "ask",
         f"which column does a figure belong to that you compare with? Ask: {'; '.join(columns)}."
-        f"{own} `recserve evaluate` measures here: items, on the test event, without items of the "
-        "history unless it is told otherwise",
+        f"{own} `recserve evaluate` counts hits of items, with and without items of the history",
     )
 
 

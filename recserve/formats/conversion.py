@@ -153,30 +153,41 @@ def check_folder(folder: Path) -> None:
             f"{folder.name} holds a LoRA adapter alone; merge it into its base model first, with "
             "peft: PeftModel.from_pretrained(base, FOLDER).merge_and_unload().save_pretrained(NEW)"
         )
+    pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
+    if not (folder / "config.json").exists() and pickled:
+        raise ImportFault(
+            f"{folder.name} holds {pickled[0]} and no config.json. Such files are pickled, and "
+            "those of TIGER's family (GRID, RQ-VAE-Recommender, MemGen) are encoder-decoders; "
+            "imports read folders of llama, qwen2 and qwen3 in the Hugging Face layout"
+        )
     fields = read_json(folder / "config.json")
     family = str(fields.get("model_type"))
     if family in ENCODER_DECODERS or fields.get("is_encoder_decoder") is True:
         raise ImportFault(
-            f"{folder.name} is an encoder-decoder ({family}); imports read decoders of the "
-            "families llama, qwen2 and qwen3"
+            f"{folder.name} is an encoder-decoder ({family}), as TIGER and LETTER-TIGER are; "
+            "imports read decoders of the families llama, qwen2 and qwen3"
         )
-    if not list(folder.glob("*.safetensors*")):
-        pickled = sorted(path.name for pattern in PICKLED for path in folder.glob(pattern))
-        if pickled:
-            raise ImportFault(
-                f"{folder.name} holds pickled weights ({pickled[0]}), which are not read because "
-                "unpickling runs code; convert them with transformers where you trust them: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, "
-                "safe_serialization=True)"
-            )
+    if pickled and not list(folder.glob("*.safetensors*")):
+        raise ImportFault(
+            f"{folder.name} holds pickled weights ({pickled[0]}), which are not read because "
+            "unpickling runs code; convert them with transformers where you trust them: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, "
+            "safe_serialization=True), and AutoTokenizer.from_pretrained(FOLDER)"
+            ".save_pretrained(NEW)"
+        )
 
 
 def tokenizer_hint(folder: Path) -> str:
-    """Returns how to convert the tokeniser of a folder that has a slow one alone."""
-    if not (folder / "tokenizer.model").exists():
+    """Returns how a folder gets the tokeniser that it lacks."""
+    if (folder / "tokenizer.json").exists():
         return ""
+    if not (folder / "tokenizer.model").exists():
+        return (
+            "; save it there with transformers: AutoTokenizer.from_pretrained(ORIGINAL)"
+            ".save_pretrained(FOLDER)"
+        )
     return (
-        "; tokenizer.model is a slow tokeniser, convert it with transformers: "
+        "; tokenizer.model is a slow tokeniser, convert it with transformers and sentencepiece: "
         "AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER), and compare "
         "the tokens of a prompt"
     )

@@ -12,7 +12,7 @@ import pyarrow as pa
 from recserve.features.tables.conversions import convert_ids
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.parquet import SchemaError
-from recserve.files import UnreadableFile, read_json, regular_file
+from recserve.files import UnreadableFile, parse_json, read_bytes, regular_file
 from recserve.formats.checkpoint_format import IdSpelling, ImportFault
 
 ITEM_ID, SEMANTIC_ID = COLUMNS = ("item_id", "semantic_id")
@@ -108,7 +108,7 @@ def read_index(
 
 
 def _object(path: Path) -> dict[str, Any]:
-    content = read_json(path)
+    content = parse_json(read_bytes(path), path, unique=True)
     if not isinstance(content, dict):
         raise ImportFault(f"{path}: expected a JSON object of ids by item id")
     return content

@@ -9,6 +9,7 @@ number. Prompt and scores are those of its evaluate.py without a CTR head:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,7 +69,12 @@ class MiniOneRec(CheckpointFormat):
                     f"{self._ids}: line {number} has {len(part)} columns; expected id, title and "
                     "item number, separated by tabs"
                 )
-        return {part[-1].strip(): part[0] for part in parts}
+        found = {part[-1].strip(): part[0] for part in parts}
+        if len(found) < len(parts):
+            names = Counter(part[-1].strip() for part in parts)
+            twice = names.most_common(1)[0][0]
+            raise ImportFault(f"{self._ids}: item {twice[:80]!r} occurs twice; an item has one id")
+        return found
 
     def prompt(self, history: Sequence[str]) -> Sequence[str]:
         """Returns the task and the question."""

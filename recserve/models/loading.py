@@ -177,7 +177,9 @@ def read_folder(folder: Path) -> tuple[LanguageModelConfig, torch.dtype]:
         config = replace(config, eos_tokens=tuple(dict.fromkeys(config.eos_tokens + more)))
     name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32")
     if name not in DTYPES:
-        raise UnsupportedModel(f"dtype is {name!r}; choose one of {sorted(DTYPES)}")
+        raise UnsupportedModel(
+            f"config.json: dtype is {name!r:.80}; choose one of {sorted(DTYPES)}"
+        )
     return config, DTYPES[name]
 
 
@@ -190,7 +192,9 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
     """
     family = fields.get("model_type")
     if family not in FAMILIES:
-        raise UnsupportedModel(f"model_type is {family!r}; choose one of {list(FAMILIES)}")
+        raise UnsupportedModel(
+            f"config.json: model_type is {family!r:.80}; choose one of {list(FAMILIES)}"
+        )
     for name, neutral in (
         ("hidden_act", "silu"),
         ("mlp_bias", False),
@@ -199,7 +203,9 @@ def read_config(fields: dict[str, Any], served: int | None = None) -> LanguageMo
         ("quantization_config", None),
     ):
         if fields.get(name) not in (None, neutral):
-            raise UnsupportedModel(f"{name} is {fields[name]!r}; only {neutral!r} is computed here")
+            raise UnsupportedModel(
+                f"config.json: {name} is {fields[name]!r:.80}; only {neutral!r} is computed here"
+            )
     heads, size = read_whole(fields, "num_attention_heads"), read_whole(fields, "hidden_size")
     positions = read_whole(fields, "max_position_embeddings")
     head_dim = read_whole(fields, "head_dim", size // heads)

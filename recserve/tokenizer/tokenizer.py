@@ -278,7 +278,7 @@ def _tokenizer(raw: bytes, file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(raw)
     except ValueError as error:
-        raise UnsupportedTokenizer(f"{file} is not a tokeniser: {error}") from error
+        raise UnsupportedTokenizer(f"{file} is not a tokeniser: {str(error):.300}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if hasattr(tokenizer.model, "_resize_cache"):  # models without a cache have no such method
