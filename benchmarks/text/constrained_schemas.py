@@ -3,9 +3,10 @@
     python -m benchmarks.text.constrained_schemas FOLDER [TEXTS]
 
 FOLDER has `maskbench-600.jsonl.gz`. A drawn model of bytes writes TEXTS texts (3,000) under the
-schemas that constraints accept, with drafters that need no weights and a draft model, at
-temperatures 0, .7 and 1.3. A bias makes it close strings and leave lists, which drawn models seldom
-do. jsonschema-rs judges every text that ends by itself, with formats.
+schemas that constraints accept, with drafters that need no weights, a draft model and drawn weights
+of each trained kind, at temperatures 0, .7 and 1.3, with penalties, truncation, logprobs and
+min_tokens. A bias makes it close strings and leave lists, which drawn models seldom do. A small
+cache preempts texts. jsonschema-rs judges every text that ends by itself, with formats.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ from recserve.service.text.loader import LoadedText, TextSettings, load_text
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.scripted_text import END
+from tests.support.text_engines import MAKERS
 from tests.support.tiny_llm import tiny_llm
 
 DRAFTERS = ("none", "ngram", "suffix", "lookahead", "draft_model", "ngram+draft_model")
-BATCH = 60
+TRAINED = ("eagle", "eagle3", "mtp", "peagle", "block", "block-dspark", "specformer", "mask_tokens")
+BATCH, KV_BYTES = 60, 8 << 20  # pages for about a fifth of a batch
 
 
 def accepted(loaded: LoadedText, file: Path) -> list[tuple[dict[str, Any], Constraint]]:
@@ -75,9 +78,11 @@ def main() -> None:
         llm = tiny_llm(Path(folder) / "llm")
         named = ("ngram", "suffix", f"draft_model={llm}", f"ngram+draft_model={llm}")
         loaded = load_text(TextSettings(llm, drafters=named), torch.device("cpu"))
-    models = EngineModels(text=loaded.network, drafters=loaded.drafters)
+    made = {name: MAKERS[name](loaded.network) for name in TRAINED}
+    models = EngineModels(text=loaded.network, drafters=dict(loaded.drafters) | made)
     config = EngineConfig(load_aware=False, max_queue=BATCH)
-    plain, engine = build_engine(models, config), build_engine(models, config)
+    plain = build_engine(models, config)
+    engine = build_engine(models, replace(config, kv_bytes=KV_BYTES))
     schemas = accepted(loaded, Path(sys.argv[1]) / "maskbench-600.jsonl.gz")
     closing = {loaded.model.tokenizer.encode_literal(c)[0]: 4.0 for c in '"]},'}
     random, counts = np.random.default_rng(0), Counter[str]()
@@ -92,8 +97,13 @@ def main() -> None:
                     max_tokens=400,
                     stop_token_ids=(END,),
                     logit_bias=closing,
+                    presence_penalty=float(random.choice([0.0, 0.0, 0.3])),
+                    repetition_penalty=float(random.choice([1.0, 1.0, 1.1])),
+                    top_p=float(random.choice([1.0, 0.9])),
+                    min_tokens=int(random.choice([0, 2])),
+                    logprobs=[None, 2][int(random.integers(2))],
                 ),
-                Speculation(str(random.choice(DRAFTERS))),
+                Speculation(str(random.choice([*DRAFTERS, *TRAINED]))),
                 constraint=constraint,
             )
             for _, constraint in own
@@ -110,6 +120,7 @@ def main() -> None:
                 counts["errors"] += 1
                 print("error", one, json.dumps(schema)[:200])
                 continue
+            counts["preempted"] += one.timing.preemptions > 0
             counts["steps"] += one.timing.forwards
             counts["tokens"] += len(one.tokens)
             if one.finish_reason == "stop":

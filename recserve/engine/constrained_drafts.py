@@ -128,16 +128,17 @@ class ConstrainedDraft:
         """
         text = [*written, *tokens] if params.bad_words else written
         for place, (node, token) in enumerate(zip(nodes, tokens, strict=True)):
-            before = len(written) + place
             row = self.rows[node]
             banned = row >= 0 and not has_token(self.bits[row], token)
-            early = before - num_prompt < params.min_tokens
-            banned |= early and token in params.stop_token_ids
-            banned |= any(
-                word[-1] == token and tuple(text[before - len(word) + 1 : before]) == word[:-1]
-                for word in params.bad_words
-                if len(word) - 1 <= before
-            )
+            before = len(written) + place
+            if before - num_prompt < params.min_tokens:
+                banned |= token in params.stop_token_ids
+            if params.bad_words:
+                banned |= any(
+                    word[-1] == token and tuple(text[before - len(word) + 1 : before]) == word[:-1]
+                    for word in params.bad_words
+                    if len(word) - 1 <= before
+                )
             if banned:
                 return place
         return len(tokens)
@@ -159,8 +160,8 @@ def constrain(
         budget: Limits of the draft.
         vocab_size: V.
         stops: Tokens that end the text.
-        tries_refused: Whether drawn nodes stay, as leaves, that the constraint forbids or that meet
-            a limit of the matcher's copy.
+        tries_refused: Whether nodes stay, as leaves, that the constraint forbids or that meet a
+            limit of the matcher's copy: those of a drawn draft that the rule compares.
 
     Raises:
         NoTokenLeft: If no token may follow the committed ones.
@@ -168,11 +169,12 @@ def constrain(
     """
     first = np.zeros(num_words(vocab_size), np.int32)
     matcher.fill(first)
-    if not first.any():
+    num_filled = np.count_nonzero(first)  # words, of which a sure token has one
+    if not num_filled:
         raise NoTokenLeft("no token fulfils the constraint and allowed_token_ids together")
-    if not proposed.num_nodes and (not budget.num_nodes or only_token(first) is None):
+    if not proposed.num_nodes and (num_filled > 1 or not budget.num_nodes):
         return ConstrainedDraft(proposed, proposed, (), first[None], (0,))
-    walk = _Walk(matcher, proposed, budget, stops, tries_refused and proposed.probs is not None)
+    walk = _Walk(matcher, proposed, budget, stops, tries_refused)
     walk.masks.append(first)
     walk.visit(ROOT, ROOT, first, 0)
     return walk.finish()
@@ -371,8 +373,8 @@ def _levels(depths: Seq[int], kinds: Seq[int]) -> int:
 
 def only_token(mask: NDArray[np.int32]) -> int | None:
     """Returns the only token that a mask allows; None if it allows several or none."""
-    words = np.flatnonzero(mask)
-    if len(words) != 1:
+    if np.count_nonzero(mask) != 1:
         return None
-    word = int(mask[words[0]]) & (2**WORD_BITS - 1)
-    return None if word & (word - 1) else int(words[0]) * WORD_BITS + word.bit_length() - 1
+    place = int(mask.nonzero()[0][0])
+    word = int(mask[place]) & (2**WORD_BITS - 1)
+    return None if word & (word - 1) else place * WORD_BITS + word.bit_length() - 1

@@ -472,7 +472,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         found: dict[TextSequence, ConstrainedDraft] = {}
         for sequence in texts:
             request, proposed = sequence.request, drafts[sequence]
-            rule = verifiers()[request.speculation.verifier]
+            compares = proposed.probs is not None and not request.params.greedy
             try:
                 own = constrain(
                     sequence.match(),
@@ -480,7 +480,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     sequence.budget(self.limits.draft_nodes),
                     self.model.config.vocab_size,
                     request.params.stop_token_ids,
-                    rule.reads_probs and not request.params.greedy,
+                    compares and verifiers()[request.speculation.verifier].reads_probs,
                 )
             except Exception as error:
                 if isinstance(error, ConstraintError) and not isinstance(error, NoTokenLeft):
@@ -490,8 +490,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                 del drafts[sequence]
                 self._proposer.called.discard(sequence)
                 continue
-            found[sequence] = own
-            drafts[sequence] = own.draft
+            found[sequence], drafts[sequence] = own, own.draft
             self._proposer.note_nodes(own.draft.num_nodes - proposed.num_nodes)
         return found
 

@@ -186,7 +186,7 @@ def test_no_text_waits_for_a_matcher_that_is_made_anew(monkeypatch):
 
     def waiting(tokens):
         threads.add(threading.get_ident())
-        assert go.wait(60)
+        assert go.wait(10)
         return restart(tokens)
 
     monkeypatch.setattr(constraint, "restart", waiting)
