@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from recserve.bundle import bundle as names
 from recserve.bundle.bundle import Bundle, BundleError
@@ -21,10 +21,12 @@ from recserve.features.history.event_kinds import KINDS, EventKinds
 from recserve.features.history.event_weights import EventWeights
 from recserve.features.history.type_names import check_type_names
 from recserve.features.tables.column_names import check_columns, rename_columns
-from recserve.features.tables.event_table import COLUMNS, find_problems, read_events
+from recserve.features.tables.event_rows import COLUMNS
+from recserve.features.tables.event_table import find_problems, read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import SHARED
 from recserve.features.tables.items import ATTRIBUTE, RESERVED, ItemTable, read_items
+from recserve.features.tables.mapped_arrays import blocks
 from recserve.features.tables.parquet import BadRowError, BadRows, OnBadRows, SchemaError
 from recserve.features.vectors.faiss_gpu import FaissGpu, faiss_gpu, has_gpu
 from recserve.features.vectors.quantizer import check_sizes, fit_quantizer, reconstruction_error
@@ -367,7 +369,7 @@ def _write(
         quantizer.save(folder / names.QUANTIZER)
         if encoder is not None:
             encoder.save(folder / names.TEXT)
-        pq.write_table(events.to_arrow(items.ids), folder / names.EVENTS, compression="zstd")
+        events.write(folder / names.EVENTS, items.ids)
         bundle.commit("build", _record(options, events, report, lost))
     return Bundle.open(options.out), index, report, lost
 
@@ -439,14 +441,19 @@ def _unknown_lines(file: str, items: ItemTable, encoder: TextEncoder) -> list[st
 
 def _type_lines(kinds: EventKinds, events: EventLog) -> list[str]:
     """Returns a line for each type of events: how many there are, and their kind."""
-    numbers = kinds.of_events(events.type_names, events.types, events.values)
-    counts = np.zeros((len(events.type_names), len(KINDS)), np.int64)
-    np.add.at(counts, (events.types, numbers), 1)
+    names = events.type_names
+    counts = np.zeros((len(names), len(KINDS)), np.int64)
+    lows = np.full(len(names), np.inf, np.float32)
+    highs = -lows
+    for part in blocks(events.num_events):
+        types, given = events.types[part], events.values[part]
+        cells = types.astype(np.int64) * len(KINDS) + kinds.of_events(names, types, given)
+        counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
+        np.minimum.at(lows, types, given)
+        np.maximum.at(highs, types, given)
     lines = []
-    for name, row in zip(events.type_names, counts.tolist(), strict=True):
+    for name, row, low, high in zip(names, counts.tolist(), lows, highs, strict=True):
         parts = [f"{count} {kind}" for count, kind in zip(row, KINDS, strict=True) if count]
-        of_type = events.values[events.types == events.type_names.index(name)]
-        low, high = float(of_type.min()), float(of_type.max())
         values = "" if low == high else f", values {low:g} to {high:g}"
         lines.append(f"event type {name}: {', '.join(parts)}{values}")
     absent = [name for name in kinds.named if name not in events.type_names]
@@ -457,12 +464,16 @@ def _weight_lines(options: BuildOptions, events: EventLog) -> list[str]:
     """Returns a line for each type with weights: how many events have each of them."""
     lines = []
     names = events.type_names
-    weights = options.event_weights.of_events(names, events.types, events.values)
-    for name in options.event_weights.named:
-        own = weights[events.types == names.index(name)] if name in names else weights[:0]
-        found, counts = np.unique(own, return_counts=True)
-        each = zip(found.tolist(), counts.tolist(), strict=True)
-        parts = [f"{count} count {weight:g}" for weight, count in each]
+    named = options.event_weights.named
+    counts: dict[str, Counter[float]] = {name: Counter() for name in named}
+    for part in blocks(events.num_events if named else 0):
+        types = events.types[part]
+        weights = options.event_weights.of_events(names, types, events.values[part])
+        for name in set(named).intersection(names):
+            found, times = np.unique(weights[types == names.index(name)], return_counts=True)
+            counts[name].update(dict(zip(found.tolist(), times.tolist(), strict=True)))
+    for name in named:
+        parts = [f"{count} count {weight:g}" for weight, count in sorted(counts[name].items())]
         lines.append(f"event type {name}: {', '.join(parts) or 'no event has its weight'}")
     return lines
 

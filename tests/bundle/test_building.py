@@ -12,8 +12,13 @@ import pytest
 
 from recserve.bundle.building import BuildOptions, BuildReport, build_bundle, rebuild_bundle
 from recserve.bundle.bundle import Bundle, BundleError
+from recserve.features.history.event_weights import EventWeights
 from recserve.features.synthetic import SyntheticFiles, SyntheticOptions, write_synthetic
+from recserve.features.tables import large_events, mapped_arrays
+from recserve.features.tables.event_table import read_events
+from recserve.features.tables.items import read_items
 from recserve.features.tables.parquet import BadRowError, SchemaError
+from recserve.features.vectors import vectors
 from tests.support.grids import covering
 from tests.support.pretend_faiss import installed
 
@@ -38,6 +43,51 @@ def test_same_input_same_bundle(files: SyntheticFiles, tmp_path: Path, quantizer
     assert reports[0].catalog_version == reports[1].catalog_version
     other = build(files, tmp_path / "three", quantizer=quantizer, seed=1)
     assert other.catalog_version != reports[0].catalog_version
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_data_that_does_not_fit_gives_the_same_bundle(
+    files: SyntheticFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """Chunks, buckets, blocks and ranges of items are so small that all of them are many."""
+    table = pq.read_table(files.events)
+    size = -(-len(table) // parts)
+    paths = [tmp_path / f"part{n}.parquet" for n in range(parts)]
+    for n, path in enumerate(paths):
+        pq.write_table(table.slice(n * size, size), path)
+    events = paths[0] if parts == 1 else tuple(paths)
+    small = {"levels": 2, "codes": 16, "text_dim": 16, "collaborative_dim": 8}
+    said: list[list[str]] = [[], []]
+    for name, lines in zip(("whole", "divided"), said, strict=True):
+        if name == "divided":
+            for module, bound, value in (
+                (large_events, "ROWS_IN_MEMORY", -1),
+                (large_events, "CHUNK_ROWS", 100),
+                (large_events, "BUCKET_ROWS", 150),
+                (mapped_arrays, "BLOCK_ROWS", 70),
+                (mapped_arrays, "IN_MEMORY_BYTES", 200),
+                (vectors, "RANGE_EVENTS", 90),
+            ):
+                monkeypatch.setattr(module, bound, value)
+        options: dict[str, Any] = {**small, "event_weights": EventWeights(("purchase=2.7",))}
+        build_bundle(BuildOptions(files.items, events, tmp_path / name, **options), lines.append)
+    one, two = (Bundle.open(tmp_path / name) for name in ("whole", "divided"))
+    assert dict(one.manifest.files) == dict(two.manifest.files)
+    assert one.manifest.build == two.manifest.build
+    assert said[0][:-1] == said[1][:-1]  # the last line has the folder and the seconds
+    assert two.events().user_ids == one.events().user_ids
+
+
+def test_pairs_of_many_events_are_those_of_some_users(
+    files: SyntheticFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = read_items(files.items)[0]
+    log = read_events(files.events, items)[0]
+    monkeypatch.setattr(vectors, "MAX_PAIR_EVENTS", log.num_events // 3 + 1)
+    third = log.select(log.user_indices() % 3 == 0)
+    found = vectors.collaborative_vectors(log, len(items), 8, 0)
+    monkeypatch.setattr(vectors, "MAX_PAIR_EVENTS", log.num_events)
+    assert np.array_equal(found, vectors.collaborative_vectors(third, len(items), 8, 0))
 
 
 @pytest.mark.parametrize(

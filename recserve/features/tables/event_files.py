@@ -6,6 +6,7 @@ of a user in the history store; `event_id` is the id that the client gave, if he
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +49,65 @@ def read_event_files(folder: Path, since_us: int | None = None) -> pa.Table:
     Raises:
         SchemaError: If the folder has no file of an event log, or one that cannot be read.
     """
+    table = pa.concat_tables(
+        [read_log_file(path, SCHEMA, FORMAT) for path in event_file_paths(folder)]
+    )
+    if since_us is not None:
+        table = table.filter(pc.greater_equal(table.column("received"), pa.scalar(since_us, TIME)))
+    return table.take(pa.array(np.argsort(received_us(table), kind="stable")))
+
+
+def event_file_paths(folder: Path) -> list[Path]:
+    """Returns the files of a folder in the order of their names' times. Raises SchemaError."""
     paths = sorted(folder.glob(PATTERN), key=lambda path: path.name.split("-")[1:])
     if not paths:
         raise SchemaError(f"{folder}: is a folder without {PATTERN}; expected that of an event log")
-    table = pa.concat_tables([read_log_file(path, SCHEMA, FORMAT) for path in paths])
-    if since_us is not None:
-        table = table.filter(pc.greater_equal(table.column("received"), pa.scalar(since_us, TIME)))
-    order = np.argsort(pc.fill_null(table.column("received").cast(pa.int64()), 0), kind="stable")
-    return table.take(pa.array(order))
+    return paths
+
+
+def read_event_chunks(folder: Path) -> Iterator[pa.Table]:
+    """Yields the rows of `read_event_files` in its order, with few files in memory.
+
+    A row waits until all files have been read that may have an older one. These are the files
+    whose first row is older; servers write a file a minute, so few of them overlap.
+
+    Raises:
+        SchemaError: As of `read_event_files`.
+    """
+    paths = event_file_paths(folder)
+    firsts = np.array([_first_received(path) for path in paths], np.int64)
+    held = np.zeros(0, np.int64)  # place of each waiting row among all rows, file after file
+    waiting = SCHEMA.empty_table()
+    sizes = np.cumsum([0, *(pq.read_metadata(path).num_rows for path in paths)])
+    order = np.argsort(firsts, kind="stable")
+    for number, place in enumerate(order.tolist()):
+        table = read_log_file(paths[place], SCHEMA, FORMAT)
+        waiting = pa.concat_tables([waiting, table])
+        held = np.concatenate([held, sizes[place] + np.arange(table.num_rows)])
+        received = received_us(waiting)
+        ready = np.ones(held.size, bool)
+        if number + 1 < order.size:
+            ready = received < firsts[order[number + 1]]
+        chosen = np.flatnonzero(ready)
+        chosen = chosen[np.lexsort((held[chosen], received[chosen]))]
+        if chosen.size:
+            yield waiting.take(pa.array(chosen)).combine_chunks()
+        waiting, held = waiting.filter(pa.array(~ready)).combine_chunks(), held[~ready]
+
+
+def received_us(table: pa.Table) -> np.ndarray:
+    """Returns [n] int64 the times at which rows were received, 0 for none."""
+    return np.asarray(pc.fill_null(table.column("received").cast(pa.int64()), 0).to_numpy())
+
+
+def _first_received(path: Path) -> int:
+    """Returns the time of a file's oldest row; of an empty file the largest number."""
+    try:
+        table = pq.read_table(path, columns=["received"], partitioning=None)
+        received = received_us(table.cast(pa.schema([SCHEMA.field("received")])))
+    except (pa.ArrowException, KeyError, OSError) as error:
+        raise SchemaError(f"{path}: is no file of an event log ({error})") from None
+    return int(received.min()) if received.size else np.iinfo(np.int64).max
 
 
 def read_log_file(path: Path, schema: pa.Schema, expected: str) -> pa.Table:

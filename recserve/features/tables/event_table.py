@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from recserve.bounds import (
-    MAX_ID_LENGTH,
-    MAX_POSITION,
-    MAX_TIME_US,
-    MAX_USER_ID_BYTES,
-    MAX_VALUE,
-    MIN_TIME_US,
-    TIMES,
-)
-from recserve.features.history.type_names import type_name_fault
+from recserve.features.tables import large_events
 from recserve.features.tables.column_names import names_of_table
-from recserve.features.tables.conversions import (
-    Times,
-    convert_ids,
-    convert_positions,
-    convert_text,
-    convert_times,
-    convert_values,
-    show_time,
-    values_given,
+from recserve.features.tables.event_files import read_event_files
+from recserve.features.tables.event_rows import (
+    COLUMNS,
+    EventPart,
+    EventRows,
+    check_clocks,
+    checked_rows,
+    join_reports,
+    repeats,
+    superseded,
 )
-from recserve.features.tables.event_files import REMOVE, event_keys, read_event_files
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.parquet import (
-    BadRows,
-    OnBadRows,
-    RowCheck,
-    SchemaError,
-    longer_than,
-    null_or_blank,
-)
-from recserve.features.tables.text_files import Content
-
-DEFAULT_TYPE = "event"
-COLUMNS = ("user_id", "item_id", "timestamp", "position", "type", "value", "event_id")
-CLOCKS = ("timestamp", "position")
-IDS = "ids that join events of several files"
+from recserve.features.tables.parquet import BadRows, OnBadRows, SchemaError
 
 
 def read_events(
@@ -103,11 +79,13 @@ def read_events(
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     if not paths:
         raise SchemaError("no file of events is given; expected one or more")
+    if large_events.num_rows_about(paths) > large_events.ROWS_IN_MEMORY:
+        return large_events.read_large_events(paths, names, items, on_bad_rows, valued)
     if len(paths) > 1 or paths[0].is_dir():
-        parts = [_Part.of(one, names, items, on_bad_rows, valued) for one in paths]
+        parts = [EventPart.of(one, names, items, on_bad_rows, valued) for one in paths]
         return _join(parts)
     source = InputTable(paths[0], COLUMNS, names)
-    arrays, check = _checked(source, items, on_bad_rows, valued)
+    arrays, check = checked_rows(source, items, on_bad_rows, valued)
     kept = check.finish()
     check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))
     return arrays.log(kept), check.report(source.columns())
@@ -125,424 +103,32 @@ def find_problems(
             if Path(one).is_dir():
                 read_event_files(Path(one))
             else:
-                _Columns.of(InputTable(Path(one), COLUMNS, names), nothing)
+                EventRows.of(InputTable(Path(one), COLUMNS, names), nothing)
         except SchemaError as error:
             problems.append(str(error))
     return problems
 
 
-def _checked(
-    source: InputTable,
-    items: ItemTable,
-    on_bad_rows: OnBadRows,
-    valued: Collection[str],
-    versions: bool = False,
-) -> tuple[_Columns, RowCheck]:
-    """Returns the columns of a file, and which of its rows are valid.
-
-    Args:
-        source: The file.
-        items: Items that events may refer to.
-        on_bad_rows: As of `read_events`.
-        valued: As of `read_events`.
-        versions: Whether rows may be versions of one event, as in a log.
-    """
-    arrays = _Columns.of(source, items)
-    check = RowCheck(source.path, len(source), on_bad_rows, source.labels)
-    source.reject_unreadable(check, COLUMNS)
-    if valued:
-        arrays.reject_missing_values(check, source, valued)
-    arrays.reject_invalid(check)
-    if not versions:
-        arrays.reject_repeats(check)
-    return arrays, check
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The n rows of an event file, as arrays.
-
-    Attributes:
-        users: [n] user ids.
-        item_ids: [n] item ids.
-        item_rows: [n] int32 item rows, -1 for an unknown item.
-        types: [n] int16 index into `type_names`.
-        type_names: Sorted names of the event types.
-        values: [n] float64 values.
-        times: Microseconds, zeros without the column.
-        positions: Positions, zeros without the column.
-        clock: Name of the column that orders a user's events.
-    """
-
-    users: pa.Array
-    item_ids: pa.Array
-    item_rows: np.ndarray
-    types: np.ndarray
-    type_names: tuple[str, ...]
-    values: np.ndarray
-    times: Times
-    positions: Times
-    clock: str
-
-    @classmethod
-    def of(cls, source: InputTable, items: ItemTable) -> _Columns:
-        """Converts the columns. Raises SchemaError for missing and mistyped columns."""
-        rows, texts = len(source), pa.large_string()
-        users = source.require("user_id", convert_ids, "user ids", pa.nulls(rows, texts))
-        item_ids = source.require("item_id", convert_ids, "item ids", pa.nulls(rows, texts))
-        known = pc.index_in(item_ids, value_set=pa.array(items.ids, texts))
-        times, positions, clock = _times(source)
-        types, type_names = _types(source)
-        values = source.convert("value", convert_values, "event values", np.ones(rows))
-        if source.has("event_id"):
-            source.uses["event_id"] = IDS
-        for name in source.table.column_names:
-            if name not in COLUMNS:
-                source.uses[name] = "not used" + source.suggestion(name)
-        source.check()
-        return cls(
-            users,
-            item_ids,
-            pc.fill_null(known, -1).to_numpy(zero_copy_only=False).astype(np.int32),
-            types,
-            type_names,
-            values,
-            times,
-            positions,
-            clock,
-        )
-
-    def take(self, rows: np.ndarray) -> _Columns:
-        """Returns the given rows."""
-        chosen = pa.array(rows)
-        times, positions = (
-            Times(one.values[rows], one.null[rows], one.given.take(chosen))
-            for one in (self.times, self.positions)
-        )
-        return replace(
-            self,
-            users=self.users.take(chosen),
-            item_ids=self.item_ids.take(chosen),
-            item_rows=self.item_rows[rows],
-            types=self.types[rows],
-            values=self.values[rows],
-            times=times,
-            positions=positions,
-        )
-
-    @staticmethod
-    def concat(parts: Sequence[_Columns]) -> _Columns:
-        """Returns the rows of several files with one clock, one file after another."""
-        names = tuple(sorted({name for part in parts for name in part.type_names}))
-        numbers = [np.array([names.index(n) for n in part.type_names], np.int16) for part in parts]
-        times, positions = (
-            Times(
-                np.concatenate([one.values for one in clocks]),
-                np.concatenate([one.null for one in clocks]),
-                pa.chunked_array([pa.nulls(sum(len(one.values) for one in clocks))]),
-            )
-            for clocks in zip(*((part.times, part.positions) for part in parts), strict=True)
-        )
-        return _Columns(
-            pa.concat_arrays([part.users for part in parts]),
-            pa.concat_arrays([part.item_ids for part in parts]),
-            np.concatenate([part.item_rows for part in parts]),
-            np.concatenate([n[part.types] for n, part in zip(numbers, parts, strict=True)]),
-            names,
-            np.concatenate([part.values for part in parts]),
-            times,
-            positions,
-            parts[0].clock,
-        )
-
-    @property
-    def order_by(self) -> Times:
-        """The clock."""
-        return self.times if self.clock == "timestamp" else self.positions
-
-    def reject_missing_values(
-        self, check: RowCheck, source: InputTable, types: Collection[str]
-    ) -> None:
-        """Rejects events of some types that have no value, which would count as 1."""
-        given = np.zeros(len(source), dtype=bool)
-        given = source.convert("value", values_given, source.uses.get("value", ""), given)
-        needed = np.array([name in types for name in self.type_names], bool)[self.types]
-        check.refuse(
-            needed & ~given,
-            "null value",
-            "value",
-            lambda r: f"events of type {self.type_names[self.types[r]]!r} need a value",
-        )
-
-    def reject_invalid(self, check: RowCheck) -> None:
-        """Rejects rows that are invalid by themselves."""
-        clock = self.clock
-        for ids, name in ((self.users, "user_id"), (self.item_ids, "item_id")):
-            blank = null_or_blank(ids)
-            check.refuse(blank, f"null {name}", name, lambda r: "the id is null or empty")
-        check.refuse(
-            longer_than(self.users, MAX_ID_LENGTH),
-            "long user_id",
-            "user_id",
-            lambda r: f"the id has more than {MAX_ID_LENGTH} characters",
-        )
-        bytes_ = pc.fill_null(pc.binary_length(self.users), 0).to_numpy(zero_copy_only=False)
-        check.refuse(
-            bytes_ > MAX_USER_ID_BYTES,
-            "long user_id",
-            "user_id",
-            lambda r: f"the id has more than {MAX_USER_ID_BYTES} bytes of UTF-8",
-        )
-        check.refuse(
-            self.item_rows < 0,
-            "unknown item_id",
-            "item_id",
-            lambda r: f"{self.item_ids[r].as_py()!r} is not among the items",
-        )
-        given = self.order_by.given
-        check.refuse(self.order_by.null, f"null {clock}", clock, lambda r: f"the {clock} is null")
-        values = self.order_by.values
-        if clock == "timestamp":
-            least, most, bound = MIN_TIME_US, MAX_TIME_US - 1, TIMES
-        else:
-            least, most, bound = 0, MAX_POSITION, f"0 to {MAX_POSITION}"
-        check.refuse(
-            (values < least) | (values > most),
-            f"{clock} out of range",
-            clock,
-            lambda r: f"it is {show_time(given[r])}; expected {bound}",
-        )
-        faults = [type_name_fault(name) for name in self.type_names]
-        check.refuse(
-            np.array([fault is not None for fault in faults], bool)[self.types],
-            "invalid type",
-            "type",
-            lambda r: faults[self.types[r]] or "",
-        )
-        check.refuse(
-            ~(np.abs(self.values) <= MAX_VALUE),
-            "value not finite",
-            "value",
-            lambda r: f"it is {self.values[r]}; expected a finite 32-bit float",
-        )
-
-    def log(self, kept: np.ndarray) -> EventLog:
-        """Returns the events of the given rows, with users numbered by first appearance."""
-        left = self.users.take(pa.array(kept)).dictionary_encode()
-        codes = left.indices.to_numpy(zero_copy_only=False)
-        order = kept[np.lexsort((self.positions.values[kept], self.times.values[kept], codes))]
-        counts = np.bincount(codes, minlength=len(left.dictionary))
-        used, types = np.unique(self.types[order], return_inverse=True)
-        return EventLog(
-            left.dictionary.to_pylist(),
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            self.item_rows[order],
-            self.order_by.values[order],
-            types.astype(np.int16),
-            tuple(self.type_names[number] for number in used.tolist()),
-            self.values[order].astype(np.float32),
-            self.clock == "timestamp",
-        )
-
-    def reject_repeats(self, check: RowCheck) -> None:
-        """Rejects valid rows that repeat earlier ones."""
-        clock, users = self.clock, self.users
-        user_codes = _encode_kept(users, check.kept)
-        check.refuse(
-            _repeats((user_codes, self.item_rows, self.order_by.values, self.types), check.kept),
-            "duplicate event",
-            "item_id",
-            lambda r: (
-                f"user {users[r].as_py()!r} already has item {self.item_ids[r].as_py()!r} "
-                f"at this {clock}"
-            ),
-        )
-        if clock == "position":
-            check.refuse(
-                _repeats((user_codes, self.positions.values), check.kept),
-                "duplicate position",
-                clock,
-                lambda r: (
-                    f"user {users[r].as_py()!r} already has position {self.positions.values[r]}"
-                ),
-            )
-
-    def num_unordered(self, kept: np.ndarray) -> int:
-        """Returns how many of the given rows are older than their user's previous row."""
-        users = _encode_kept(self.users, np.ones(len(self.users), bool))[kept]
-        order = np.argsort(users, kind="stable")
-        rows, user = kept[order], users[order]
-        time, position = self.times.values[rows], self.positions.values[rows]
-        back = (time[1:] < time[:-1]) | ((time[1:] == time[:-1]) & (position[1:] < position[:-1]))
-        return int(np.count_nonzero(back & (user[1:] == user[:-1])))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The valid rows of one of several files, and the removals of an event log.
-
-    Attributes:
-        arrays: The valid rows.
-        keys: [n] uint64 key of each event; 0 for an event without an id.
-        received: [n] int64 time at which a server received the event; 0 for that of a file.
-        removed: [m] users of the removed events.
-        removed_keys: [m] uint64 keys of the removed events.
-        removed_at: [m] int64 times at which a server received the removals.
-        report: Report of the file.
-    """
-
-    arrays: _Columns
-    keys: np.ndarray
-    received: np.ndarray
-    removed: pa.Array
-    removed_keys: np.ndarray
-    removed_at: np.ndarray
-    report: BadRows
-
-    @classmethod
-    def of(
-        cls,
-        path: Path,
-        names: Mapping[str, str],
-        items: ItemTable,
-        on_bad_rows: OnBadRows,
-        valued: Collection[str],
-    ) -> _Part:
-        """Reads a file, or the folder of an event log. Raises as `read_events`."""
-        gone = empty = pa.array([], pa.large_string())
-        gone_keys, gone_at = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-        if path.is_dir():
-            table = read_event_files(path)
-            removes = pc.fill_null(pc.equal(table.column("correction"), REMOVE), False)
-            lost, table = table.filter(removes), table.filter(pc.invert(removes))
-            gone = lost.column("user_id").cast(empty.type).combine_chunks()
-            gone_keys, gone_at = lost.column("event_key").to_numpy(), _microseconds(lost)
-            keys, received = table.column("event_key").to_numpy(), _microseconds(table)
-            columns = table.select([name for name in COLUMNS if name in table.column_names])
-            source = InputTable(path, COLUMNS, content=Content(columns))
-        else:
-            source = InputTable(path, COLUMNS, names)
-            ids = source.convert("event_id", convert_ids, IDS, pa.nulls(len(source), empty.type))
-            keys, received = event_keys(ids), np.zeros(len(source), np.int64)
-        arrays, check = _checked(source, items, on_bad_rows, valued, path.is_dir())
-        # A log may hold removals only, and "skip" may leave nothing of a file.
-        strict = on_bad_rows == "error" and len(source)
-        kept = check.finish() if strict else np.flatnonzero(check.kept)
-        report = check.report(() if path.is_dir() else source.columns())
-        return cls(arrays.take(kept), keys[kept], received[kept], gone, gone_keys, gone_at, report)
-
-
-def _join(parts: Sequence[_Part]) -> tuple[EventLog, BadRows]:
+def _join(parts: Sequence[EventPart]) -> tuple[EventLog, BadRows]:
     """Returns the events of several files, each event once, and a report of all files."""
-    files = ", ".join(part.report.file for part in parts)
+    reports = [part.report for part in parts]
+    clocks = [(part.arrays.clock, len(part.keys)) for part in parts]
+    check_clocks(reports, clocks)
     there = [part for part in parts if len(part.keys)]
-    if not there:
-        raise SchemaError(f"{files}: no usable rows among {sum(p.report.num_rows for p in parts)}")
-    clocks = {part.arrays.clock: part.report.file for part in there}
-    if len(clocks) > 1:
-        raise SchemaError(
-            f"{clocks['position']} orders events by position and {clocks['timestamp']} by time; "
-            "give all files a timestamp"
-        )
-    arrays = _Columns.concat([part.arrays for part in there])
-    keys = np.concatenate([part.keys for part in there])
-    received = np.concatenate([part.received for part in there])
-    num_rows = len(keys)
+    arrays = EventRows.concat([part.arrays for part in there])
+    num_rows = len(arrays.users)
     # The removals follow the rows; what is last of an event counts.
     users = pa.concat_arrays([arrays.users, *(part.removed for part in parts)])
     codes = users.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    keys = np.concatenate([keys, *(part.removed_keys for part in parts)])
-    received = np.concatenate([received, *(part.removed_at for part in parts)])
-    order = np.lexsort((received, keys, codes))
-    later = np.append(
-        (codes[order][1:] == codes[order][:-1]) & (keys[order][1:] == keys[order][:-1]), False
+    old = superseded(
+        codes,
+        np.concatenate([*(part.keys for part in there), *(part.removed_keys for part in parts)]),
+        np.concatenate([*(part.received for part in there), *(part.removed_at for part in parts)]),
+        num_rows,
     )
-    kept = np.ones(len(keys), bool)
-    kept[order] = ~later
-    kept = kept[:num_rows] | (keys[:num_rows] == 0)
-    num_versions = num_rows - int(kept.sum())
     identity = (codes[:num_rows], arrays.item_rows, arrays.order_by.values, arrays.types)
-    again = _repeats(identity, kept)
-    rows = np.flatnonzero(kept & ~again)
-    if not rows.size:
-        raise SchemaError(f"{files}: all events were removed")
-    dropped, notes = Counter[str](), Counter[str]()
-    for part in parts:
-        dropped.update(part.report.dropped)
-        notes.update(part.report.notes)
-    if num_versions:
-        notes["rows corrected, removed or repeated by a later row of the same event"] = num_versions
-    if again.any():
-        notes["events that several files have, counted once"] = int(again.sum())
+    again = repeats(identity, ~old)
+    rows = np.flatnonzero(~old & ~again)
+    report = join_reports(reports, clocks, rows.size, int(old.sum()), int(again.sum()))
     kept_rows = np.concatenate([part.report.kept_rows for part in there])[rows]
-    report = BadRows(
-        files,
-        sum(part.report.num_rows for part in parts),
-        kept_rows,
-        dict(dropped),
-        dict(notes),
-        tuple(f"{p.report.file}: {example}" for p in parts for example in p.report.examples),
-        tuple(column for part in parts for column in part.report.columns),
-    )
-    return arrays.log(rows), report
-
-
-def _microseconds(table: pa.Table) -> np.ndarray:
-    """Returns [n] int64 the times at which rows were received."""
-    received = pc.fill_null(table.column("received").cast(pa.int64()), 0)
-    return np.asarray(received.to_numpy())
-
-
-def _times(source: InputTable) -> tuple[Times, Times, str]:
-    """Returns times, positions and the name of the ordering column; zeros without a column."""
-    rows = len(source)
-    zeros = np.zeros(rows, dtype=np.int64)
-    nothing = Times(zeros, np.ones(rows, dtype=bool), pa.chunked_array([pa.nulls(rows)]))
-    if not any(source.has(name) for name in CLOCKS):
-        there = [name for name in CLOCKS if name in source.table.column_names]
-        if there:
-            source.problems.append(f"{source.path}: column {there[0]} has no value in any row")
-        else:
-            source.miss("timestamp (timestamp) or position (integer)", CLOCKS)
-    times = source.convert("timestamp", convert_times, "times", nothing)
-    positions = source.convert("position", convert_positions, "positions", nothing)
-    return times, positions, "timestamp" if source.has("timestamp") else "position"
-
-
-def _types(source: InputTable) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Returns [n] int16 event types and their sorted names; a null type is "event"."""
-    texts = pc.fill_null(
-        source.convert(
-            "type", convert_text, "event types", pa.nulls(len(source), pa.large_string())
-        ),
-        DEFAULT_TYPE,
-    )
-    names = sorted(texts.unique().to_pylist())
-    if len(names) > np.iinfo(np.int16).max:
-        source.problems.append(
-            f"{source.path}: column type has {len(names)} distinct values; at most 32767"
-        )
-    codes = pc.index_in(texts, value_set=pa.array(names, pa.large_string()))
-    return codes.to_numpy(zero_copy_only=False).astype(np.int16), tuple(names)
-
-
-def _encode_kept(users: pa.Array, kept: np.ndarray) -> np.ndarray:
-    """Returns [n] int64 user numbers, -1 for rejected rows."""
-    codes = users.dictionary_encode().indices
-    filled = pc.fill_null(codes, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return np.where(kept, filled, -1)
-
-
-def _repeats(keys: tuple[np.ndarray, ...], kept: np.ndarray) -> np.ndarray:
-    """Returns [n] bool, True where a valid row equals an earlier valid row in all keys."""
-    rows = np.flatnonzero(kept)
-    columns = [key[rows] for key in keys]
-    # A stable sort makes equal rows neighbours, the earliest first.
-    order = np.lexsort(columns[::-1])
-    same = np.ones(max(rows.size - 1, 0), dtype=bool)
-    for values in columns:
-        ranked = values[order]
-        same &= ranked[1:] == ranked[:-1]
-    repeated = np.zeros(kept.size, dtype=bool)
-    repeated[rows[order[1:][same]]] = True
-    return repeated
+    return arrays.log(rows), replace(report, kept_rows=kept_rows)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from recserve.features.history.event_kinds import POSITIVE, EventKinds
 from recserve.features.history.event_weights import EventWeights
+from recserve.features.tables.mapped_arrays import (
+    blocks,
+    counts_before,
+    new_array,
+    sum_by_row,
+    take_where,
+)
+
+GROUP_ROWS = 1 << 20  # of a group of rows of the events of a bundle
 
 
 @dataclass(frozen=True)
@@ -57,18 +70,16 @@ class EventLog:
 
     def select(self, kept: np.ndarray) -> EventLog:
         """Returns the events where `kept` [n] bool is True. Users without events remain."""
-        # counts[i]: selected events before event i, so it maps old offsets to new ones.
-        counts = np.concatenate([[0], np.cumsum(kept)])
         return EventLog(
             self.user_ids,
-            counts[self.offsets].astype(np.int64),
-            self.item_rows[kept],
-            self.times[kept],
-            self.types[kept],
+            counts_before(kept, self.offsets),
+            take_where(self.item_rows, kept),
+            take_where(self.times, kept),
+            take_where(self.types, kept),
             self.type_names,
-            self.values[kept],
+            take_where(self.values, kept),
             self.has_timestamps,
-            None if self.weights is None else self.weights[kept],
+            None if self.weights is None else take_where(self.weights, kept),
         )
 
     def positive(self, kinds: EventKinds) -> EventLog:
@@ -76,17 +87,22 @@ class EventLog:
 
         Without other events this is the log itself.
         """
-        kept = kinds.of_events(self.type_names, self.types, self.values) == POSITIVE
+        kept = np.ones(self.num_events, bool)
+        for part in blocks(self.num_events):
+            found = kinds.of_events(self.type_names, self.types[part], self.values[part])
+            kept[part] = found == POSITIVE
         if kept.all():
             return self
         left = self.select(kept)
         there = left.lengths() > 0
-        used, types = np.unique(left.types, return_inverse=True)
+        counts = sum_by_row(left.types, len(self.type_names))
+        used, number = np.flatnonzero(counts), (np.cumsum(counts > 0) - 1).astype(np.int16)
+        for part in blocks(left.num_events):
+            left.types[part] = number[left.types[part]]
         return replace(
             left,
             user_ids=[self.user_ids[user] for user in np.flatnonzero(there).tolist()],
             offsets=np.append(left.offsets[:-1][there], left.offsets[-1]),
-            types=types.astype(np.int16),
             type_names=tuple(self.type_names[number] for number in used.tolist()),
         )
 
@@ -94,7 +110,10 @@ class EventLog:
         """Returns the events with their weights. Without entries this is the log itself."""
         if not weights:
             return self
-        return replace(self, weights=weights.of_events(self.type_names, self.types, self.values))
+        found = new_array(self.num_events, np.float32)
+        for part in blocks(self.num_events):
+            found[part] = weights.of_events(self.type_names, self.types[part], self.values[part])
+        return replace(self, weights=found)
 
     def leave_one_out(self) -> Split:
         """Splits off the last event of each user for test and the one before for validation.
@@ -115,13 +134,13 @@ class EventLog:
 
     def counts(self, num_items: int) -> np.ndarray:
         """Returns [I] float32 events per item."""
-        return np.bincount(self.item_rows, minlength=num_items).astype(np.float32)
+        return sum_by_row(self.item_rows, num_items).astype(np.float32)
 
     def popularity(self, num_items: int) -> np.ndarray:
         """Returns [I] float32 sums of the weights of each item's events."""
         if self.weights is None:
             return self.counts(num_items)
-        return np.bincount(self.item_rows, self.weights, num_items).astype(np.float32)
+        return sum_by_row(self.item_rows, num_items, self.weights).astype(np.float32)
 
     def relative_weights(self) -> np.ndarray | None:
         """Returns [n] float32 weights with a mean of 1; None if each event counts 1.
@@ -142,17 +161,40 @@ class EventLog:
         Args:
             item_ids: [I] id of each item row.
         """
-        users = pa.DictionaryArray.from_arrays(self.user_indices(), pa.array(self.user_ids))
-        items = pa.DictionaryArray.from_arrays(self.item_rows, pa.array(item_ids))
-        clock = (
-            ("timestamp", pa.array(self.times, pa.timestamp("us", tz="UTC")))
-            if self.has_timestamps
-            else ("position", pa.array(self.times))
-        )
-        types = pa.DictionaryArray.from_arrays(self.types, pa.array(self.type_names))
-        columns = {"user_id": users.cast(pa.string()), "item_id": items.cast(pa.string())}
-        columns |= {clock[0]: clock[1], "type": types.cast(pa.string())}
-        return pa.table(columns | {"value": pa.array(self.values)})
+        return next(self._tables(item_ids, max(self.num_events, 1)))
+
+    def write(self, path: Path, item_ids: list[str]) -> None:
+        """Writes the table of `to_arrow` as Parquet, with one group of its rows in memory.
+
+        Args:
+            path: The new file.
+            item_ids: [I] id of each item row.
+        """
+        tables = self._tables(item_ids, GROUP_ROWS)
+        first = next(tables)
+        with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+            for table in chain([first], tables):
+                writer.write_table(table, GROUP_ROWS)
+
+    def _tables(self, item_ids: list[str], rows: int) -> Iterator[pa.Table]:
+        """Yields the events as tables of `rows` rows; an empty one for no events."""
+        user_ids, all_items = pa.array(self.user_ids, pa.string()), pa.array(item_ids, pa.string())
+        names = pa.array(self.type_names, pa.string())
+        for first in range(0, max(self.num_events, 1), rows):
+            part = slice(first, min(first + rows, self.num_events))
+            places = np.arange(part.start, part.stop)
+            users = np.searchsorted(self.offsets, places, side="right") - 1
+            users = pa.DictionaryArray.from_arrays(users, user_ids)
+            items = pa.DictionaryArray.from_arrays(self.item_rows[part], all_items)
+            clock = (
+                ("timestamp", pa.array(self.times[part], pa.timestamp("us", tz="UTC")))
+                if self.has_timestamps
+                else ("position", pa.array(self.times[part]))
+            )
+            types = pa.DictionaryArray.from_arrays(self.types[part], names)
+            columns = {"user_id": users.cast(pa.string()), "item_id": items.cast(pa.string())}
+            columns |= {clock[0]: clock[1], "type": types.cast(pa.string())}
+            yield pa.table(columns | {"value": pa.array(self.values[part])})
 
 
 @dataclass(frozen=True)

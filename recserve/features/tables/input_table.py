@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from recserve.features.tables.parquet import (
     check_rows,
     is_text,
     read_table,
+    read_table_chunks,
 )
 from recserve.features.tables.plain_columns import (
     plain_column,
@@ -34,6 +35,8 @@ from recserve.features.tables.text_files import (
     Rename,
     Unreadable,
     read_csv,
+    read_csv_chunks,
+    read_line_chunks,
     read_lines,
 )
 
@@ -53,6 +56,8 @@ FOREIGN = dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip", ".7z", ".tar", ".
     ".orc": "write it as Parquet",
 }
 SHARED = ("item_id",)  # columns that files of items and of events have
+# Integers below are short enough to share a column of text with fractions, as doubles.
+SHORT_NUMBER = 10**15
 NO_VALUE = "ignored: no row has a value"
 
 
@@ -88,6 +93,36 @@ def _read_parquet(path: Path, rename: Rename) -> Content:
         ours = rename(table.column_names)
     except ValueError as error:
         raise SchemaError(f"{path}: {error}") from None
+    return _parquet_content(path, table, ours)
+
+
+def read_chunks(path: Path, rename: Rename, rows: int) -> Iterator[Content]:
+    """Yields the rows of a file that `read_input` reads, in chunks; their types may differ.
+
+    Args:
+        path: The file.
+        rename: As of `read_input`.
+        rows: Rows of a chunk of Parquet; a chunk of CSV is a block of bytes.
+
+    Raises:
+        ArrowException, OSError, ValueError: If `read_input` would refuse the file, or if its rows
+            can only be read together.
+    """
+    suffix = path.suffix.lower()
+    if suffix in FOREIGN or not path.is_file():
+        raise ValueError("the file is not read")
+    if suffix in DELIMITERS or suffix in LINE_SUFFIXES:
+        if path.stat().st_size > MAX_TABLE_BYTES:
+            raise ValueError("the file is too large")
+        yield from (read_csv_chunks if suffix in DELIMITERS else read_line_chunks)(path, rename)
+        return
+    ours: list[str | None] | None = None
+    for table in read_table_chunks(path, rows):
+        ours = rename(table.column_names) if ours is None else ours
+        yield _parquet_content(path, table, ours)
+
+
+def _parquet_content(path: Path, table: pa.Table, ours: list[str | None]) -> Content:
     columns: dict[str, pa.ChunkedArray] = {}
     notes: dict[str, str] = {}
     unreadable: list[Unreadable] = []
@@ -207,7 +242,7 @@ class InputTable:
             if one.column is None or one.column in used:
                 bad = np.zeros(len(self), bool)
                 bad[one.rows] = True
-                check.refuse(bad, one.reason, one.column or "", one.describe)
+                check.refuse_unreadable(bad, one.reason, one.column or "", one.describe)
 
     def miss(self, wanted: str, names: tuple[str, ...]) -> None:
         """Notes that a required column is missing.
@@ -254,6 +289,113 @@ class InputTable:
         for name in self._left_out:
             uses.append(ColumnUse(name, "left out", f"--column {name} names another column"))
         return tuple(uses)
+
+
+class MixedChunksError(ValueError):
+    """The chunks of a file do not tell what its columns are; it must be read at once."""
+
+
+class ChunkedInput:
+    """What the chunks of a file say about its columns, so far.
+
+    A chunk is converted by itself. The columns of the whole file become the same if all chunks
+    agree; if they do not, `MixedChunksError` says so.
+    """
+
+    def __init__(self, path: Path, known: Iterable[str], names: Mapping[str, str]) -> None:
+        """Begins without chunks; the arguments are those of InputTable."""
+        self.path, self.known, self.names = path, tuple(known), names
+        self.left_out: list[str] = []
+        self.types: dict[str, Any] = {}
+        self.content_notes: dict[str, str] = {}
+        self.present: set[str] = set()  # columns with a value
+        self.without: set[str] = set()  # columns that had a chunk without a value, but with NaN
+        self.uses: dict[str, tuple[str, str]] = {}
+        self._long: set[str] = set()  # columns of integers that doubles may round
+
+    def rename(self, given: list[str]) -> list[str | None]:
+        """Returns our names of the columns. Raises ValueError if the file lacks a name."""
+        ours = rename_columns(given, self.names, SHARED)
+        self.left_out = [n for n, own in zip(given, ours, strict=True) if own is None]
+        return ours
+
+    def chunk(self, content: Content) -> ChunkTable:
+        """Returns a chunk as a table."""
+        table = content.table
+        for name in table.column_names:
+            self._add_type(name, table.column(name))
+        for name, note in content.notes.items():
+            if self.content_notes.setdefault(name, note) != note:
+                raise MixedChunksError(f"{name}: {note}")
+        return ChunkTable(self, content)
+
+    def _add_type(self, name: str, values: pa.ChunkedArray) -> None:
+        """Joins the type of a chunk's column with that of earlier chunks."""
+        kind, known = values.type, self.types.get(name, pa.null())
+        if kind == pa.int64() and (pc.max(pc.abs(values)).as_py() or 0) >= SHORT_NUMBER:
+            self._long.add(name)
+        if kind == known or pa.types.is_null(kind):
+            self.types.setdefault(name, kind)
+        elif pa.types.is_null(known):
+            self.types[name] = kind
+        elif {kind, known} == {pa.int64(), pa.float64()} and name not in self._long:
+            self.types[name] = pa.float64()
+        else:
+            raise MixedChunksError(f"{name} is {kind} and {known}")
+
+    def empty(self) -> InputTable:
+        """Returns a table without rows that has the columns and uses of the whole file."""
+        schema = pa.schema(list(self.types.items()))
+        content = Content(schema.empty_table(), notes=self.content_notes)
+        table = InputTable(self.path, self.known, self.names, content)
+        table._left_out = self.left_out
+        for name in table.table.column_names:
+            if name in self.uses:
+                use, note = self.uses[name]
+                table.uses[name] = f"{use}; {note}" if note else use
+            elif name in self.known:
+                table.uses[name] = NO_VALUE
+        return table
+
+
+class ChunkTable(InputTable):
+    """A chunk of the table of an input file."""
+
+    def __init__(self, whole: ChunkedInput, content: Content) -> None:
+        super().__init__(whole.path, whole.known, whole.names, content)
+        self._whole = whole
+        self._converted: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether a row of this chunk or of an earlier one has a value."""
+        whole = self._whole
+        if name not in self.table.column_names:
+            return name in whole.present
+        if super().has(name):
+            if name in whole.without:
+                raise MixedChunksError(f"{name} has values after NaN")
+            whole.present.add(name)
+        elif name not in whole.present and self.table.column(name).null_count < len(self):
+            whole.without.add(name)
+        return name in whole.present
+
+    def require(self, name: str, convert: Convert[T], use: str, default: T) -> T:
+        """Converts a column as InputTable does, and compares its note with earlier chunks."""
+        there = name in self.table.column_names
+        if name in self._whole.present and not (
+            there and self.table.column(name).null_count < len(self)
+        ):
+            return default
+        result = super().require(name, convert, use, default)
+        made = self.uses.get(name)
+        if made is not None and not self.problems and name not in self._converted:
+            self._converted.add(name)
+            note = made.removeprefix(use).removeprefix("; ")
+            _, known = self._whole.uses.get(name, (use, ""))
+            if note and known and note != known:
+                raise MixedChunksError(f"{name}: {note} and {known}")
+            self._whole.uses[name] = (use, note or known)
+        return result
 
 
 def flag(ours: str, theirs: str) -> str:

@@ -6,8 +6,8 @@ A wrong schema is always an error. An invalid row is an error under `on_bad_rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from recserve.features.tables.plain_columns import check_parquet
 OnBadRows = Literal["error", "skip"]
 MAX_TABLE_BYTES = 32 << 30
 MAX_EXAMPLES = 10
+READ_BYTES = 1 << 20  # of a column of a file that is read in chunks, at once
 # How a column of another type is converted, by expected type; `column` is table[name].
 CONVERSIONS: dict[str, tuple[str, Callable[[pa.ChunkedArray], Any]]] = {
     "string": ("pyarrow.compute.cast(column, 'string')", lambda c: pc.cast(c, "string")),
@@ -63,7 +64,8 @@ class BadRows:
     Attributes:
         file: Path of the file.
         num_rows: Rows in the file.
-        kept_rows: [n] int64 file rows that were accepted, in file order.
+        kept_rows: [n] int64 file rows that were accepted, in file order; empty of a file that was
+            read in chunks.
         dropped: Number of rejected rows, by reason.
         notes: Number of accepted but changed rows, by reason.
         examples: Messages about the first rejected rows.
@@ -163,6 +165,12 @@ class RowCheck:
         self.dropped[reason] = self.dropped.get(reason, 0) + int(rows.size)
         self.kept[rows] = False
 
+    def refuse_unreadable(
+        self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
+    ) -> None:
+        """Rejects rows that a column cannot hold."""
+        self.refuse(bad, reason, column, describe)
+
     def note(self, reason: str, count: int) -> None:
         """Counts accepted rows that were changed."""
         if count:
@@ -175,14 +183,17 @@ class RowCheck:
             BadRowError: If a row is rejected under "error". The message has a line per reason.
             SchemaError: If no row is left.
         """
-        if self._problems and self.on_bad_rows == "error":
-            *others, last = self._problems
-            remedy = "; repair the file, or drop such rows with --on-bad-rows skip"
-            raise BadRowError("\n".join([*others, last + remedy]))
+        self._raise_problems()
         kept = np.flatnonzero(self.kept)
         if not kept.size:
             raise SchemaError(f"{self.path}: no usable rows among {self.kept.size}")
         return kept
+
+    def _raise_problems(self) -> None:
+        if self._problems and self.on_bad_rows == "error":
+            *others, last = self._problems
+            remedy = "; repair the file, or drop such rows with --on-bad-rows skip"
+            raise BadRowError("\n".join([*others, last + remedy]))
 
     def report(self, columns: tuple[ColumnUse, ...] = ()) -> BadRows:
         """Returns the collected report."""
@@ -195,6 +206,131 @@ class RowCheck:
             tuple(self.examples),
             columns,
         )
+
+
+class ChunkedRowCheck(RowCheck):
+    """A RowCheck of a table that comes in chunks; it reports as if the table came at once.
+
+    Attributes:
+        first_row: Rows before the present chunk.
+    """
+
+    def __init__(self, path: Path, on_bad_rows: OnBadRows) -> None:
+        super().__init__(path, 0, on_bad_rows)
+        self.first_row = 0
+        self._steps: dict[tuple[int, object], _Step] = {}
+        self._number = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all chunks."""
+        return self.first_row + self.kept.size
+
+    @property
+    def num_refused(self) -> int:
+        """Rejected rows of all chunks."""
+        return sum(step.count for step in self._steps.values())
+
+    def begin(self, num_rows: int, labels: Mapping[str, str]) -> None:
+        """Begins a chunk. Afterwards each chunk calls `refuse` for the same reasons in order."""
+        self.first_row += self.kept.size
+        self.kept = np.ones(num_rows, dtype=bool)
+        self._labels = {**self._labels, **labels}
+        self._number = 0
+
+    def refuse(
+        self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
+    ) -> None:
+        """Rejects rows of the present chunk, as of RowCheck."""
+        self._number += 1
+        self._refuse((1, self._number), bad, reason, column, describe)
+
+    def refuse_unreadable(
+        self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
+    ) -> None:
+        """Rejects rows that a column cannot hold, which not every chunk has."""
+        self._refuse((0, column), bad, reason, column, describe)
+
+    def refuse_later(
+        self, count: int, reason: str, column: str, rows: list[int], texts: list[str]
+    ) -> None:
+        """Rejects rows when all chunks have passed.
+
+        Args:
+            count: Number of the rows.
+            reason: As of `refuse`.
+            column: As of `refuse`.
+            rows: Numbers of the first MAX_EXAMPLES of them.
+            texts: Their details.
+        """
+        found = list(zip(rows, texts, strict=True))
+        self._steps[2, len(self._steps)] = _Step(reason, column, count, found)
+
+    def _refuse(
+        self,
+        key: tuple[int, object],
+        bad: np.ndarray,
+        reason: str,
+        column: str,
+        describe: Callable[[int], str],
+    ) -> None:
+        step = self._steps.setdefault(key, _Step(reason, column))
+        rows = np.flatnonzero(bad & self.kept)
+        step.count += rows.size
+        for row in rows[: MAX_EXAMPLES - len(step.rows)].tolist():
+            step.rows.append((self.first_row + row, describe(row)))
+        self.kept[rows] = False
+
+    def close(self, columns: list[str]) -> None:
+        """Puts what was rejected in order. Call it once, before `finish` or `report`.
+
+        Args:
+            columns: Names of the table's columns in order.
+        """
+        places = {name: place for place, name in enumerate(["", *columns])}
+        for key in sorted(self._steps, key=lambda k: (k[0], places.get(k[1], k[1]))):  # type: ignore[call-overload]
+            step = self._steps[key]
+            if not step.count:
+                continue
+            num_examples = max(1, MAX_EXAMPLES - len(self.examples))
+            label = self._labels.get(step.column, step.column)
+            place = f"column {label}, row" if step.column else "row"
+            messages = [f"{place} {row}: {text}" for row, text in step.rows[:num_examples]]
+            self._problems.append(
+                f"{self.path}: {messages[0]} ({step.reason}; {step.count} such rows of "
+                f"{self.num_rows}, rows count from 0)"
+            )
+            self.examples += messages
+            self.dropped[step.reason] = self.dropped.get(step.reason, 0) + step.count
+
+    def finish(self) -> np.ndarray:
+        """Raises as RowCheck does; the rows are not recorded, so the result is empty."""
+        self._raise_problems()
+        if self.num_refused == self.num_rows:
+            raise SchemaError(f"{self.path}: no usable rows among {self.num_rows}")
+        return np.zeros(0, np.int64)
+
+    def report(self, columns: tuple[ColumnUse, ...] = ()) -> BadRows:
+        """Returns the collected report, without the numbers of the accepted rows."""
+        nothing = np.zeros(0, np.int64)
+        return replace(super().report(columns), num_rows=self.num_rows, kept_rows=nothing)
+
+
+@dataclass
+class _Step:
+    """Rows that were rejected for one reason.
+
+    Attributes:
+        reason: Short name of the reason.
+        column: Name of the column; empty for whole rows.
+        count: Number of rows.
+        rows: Number and details of the first rows.
+    """
+
+    reason: str
+    column: str
+    count: int = 0
+    rows: list[tuple[int, str]] = field(default_factory=list)
 
 
 def read_table(path: Path) -> pa.Table:
@@ -215,6 +351,23 @@ def read_table(path: Path) -> pa.Table:
         raise error if isinstance(error, SchemaError) else SchemaError(f"{path}: {error}") from None
     check_rows(table, path)
     return table
+
+
+def read_table_chunks(path: Path, rows: int) -> Iterator[pa.Table]:
+    """Yields the rows of a file in chunks of at most `rows` rows.
+
+    Raises:
+        ArrowException, OSError, ValueError: If `read_table` would refuse the file.
+    """
+    with pq.ParquetFile(path, buffer_size=READ_BYTES) as file:
+        meta = file.metadata
+        check_parquet(file)
+        if sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)) > (
+            MAX_TABLE_BYTES
+        ):
+            raise ValueError("the file is too large")
+        for batch in file.iter_batches(rows):
+            yield pa.Table.from_batches([batch])
 
 
 def check_rows(table: pa.Table, path: Path) -> None:

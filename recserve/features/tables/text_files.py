@@ -11,7 +11,7 @@ import io
 import json
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import islice
@@ -40,6 +40,7 @@ LINE_SUFFIXES = (".jsonl", ".ndjson", ".json")
 BLOCK_BYTES = 16 << 20  # a row of CSV must be shorter
 HEAD_BYTES = 1 << 20  # of a CSV file, from which header and delimiter are read
 HEAD_ROWS, HEAD_COLUMNS = 20, 64
+CHUNK_LINES = 1 << 18  # of JSON, of a file that is read in chunks
 # Columns of CSV whose text is never read as numbers here.
 TEXT_COLUMNS = ("user_id", "item_id", "title", "categories", "timestamp", "type")
 ID_COLUMNS = ("user_id", "item_id")
@@ -113,12 +114,7 @@ def read_csv(path: Path, rename: Rename) -> Content:
         names = _names(path, delimiter)
         check_width(names)
         ours = rename(names)
-        texts = pc_csv.ConvertOptions(
-            column_types={name: pa.string() for name in names},
-            strings_can_be_null=True,
-            null_values=[""],
-            check_utf8=False,
-        )
+        texts = _as_texts(names)
         try:
             table = pc_csv.read_csv(path, blocks, parse, texts)
         except pa.ArrowInvalid as error:
@@ -149,6 +145,49 @@ def read_csv(path: Path, rename: Rename) -> Content:
                 ),
             )
         )
+    return _csv_content(path, table, ours, delimiter, found)
+
+
+def read_csv_chunks(path: Path, rename: Rename) -> Iterator[Content]:
+    """Yields the rows of a CSV file in blocks, each with the column types of its own fields.
+
+    Args:
+        path: The file.
+        rename: As of `read_csv`.
+
+    Raises:
+        ArrowException, OSError, ValueError: If `read_csv` would refuse the file, or if a row has a
+            wrong number of fields.
+    """
+    delimiter = _delimiter(path)
+    parse = pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    names = _names(path, delimiter)
+    check_width(names)
+    ours = rename(names)
+    blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    with pc_csv.open_csv(path, blocks, parse, _as_texts(names)) as reader:
+        for batch in reader:
+            yield _csv_content(path, pa.Table.from_batches([batch]), ours, delimiter, [])
+
+
+def _as_texts(names: Iterable[str]) -> pc_csv.ConvertOptions:
+    """Returns options that read all columns as text, and an empty field as null."""
+    return pc_csv.ConvertOptions(
+        column_types={name: pa.string() for name in names},
+        strings_can_be_null=True,
+        null_values=[""],
+        check_utf8=False,
+    )
+
+
+def _csv_content(
+    path: Path,
+    table: pa.Table,
+    ours: Sequence[str | None],
+    delimiter: str,
+    found: list[Unreadable],
+) -> Content:
+    """Returns columns of text with the types of their fields; `found` are unreadable rows."""
     columns: dict[str, pa.ChunkedArray] = {}
     notes: dict[str, str] = {}
     for name, values in zip(ours, table.columns, strict=True):
@@ -348,6 +387,31 @@ def read_lines(path: Path, rename: Rename) -> Content:
         SchemaError: If a line is not a JSON object, a column mixes types, an integer does not fit,
             or there are too many columns.
     """
+    with path.open("rb") as file:
+        return _lines_content(path, rename, enumerate(file, 1))
+
+
+def read_line_chunks(path: Path, rename: Rename) -> Iterator[Content]:
+    """Yields the rows of a file of JSON lines in chunks, each with the column types of its own.
+
+    Args:
+        path: The file.
+        rename: As of `read_lines`, for the fields of a chunk.
+
+    Raises:
+        OSError, ValueError: If `read_lines` would refuse the file, or if a chunk has no fields.
+    """
+    with path.open("rb") as file:
+        numbered = enumerate(file, 1)
+        while lines := list(islice(numbered, CHUNK_LINES)):
+            content = _lines_content(path, rename, lines)
+            if not content.table.num_columns and any(line.strip() for _, line in lines):
+                raise ValueError("the lines have no fields")
+            yield content
+
+
+def _lines_content(path: Path, rename: Rename, numbered: Iterable[tuple[int, bytes]]) -> Content:
+    """Reads lines with their numbers, as `read_lines`."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
     wide: list[int] = []  # rows with long numbers
@@ -355,32 +419,31 @@ def read_lines(path: Path, rename: Rename) -> Content:
     nested: set[tuple[str, str]] = set()  # column and name of nested fields
     misnamed: dict[int, str] = {}  # names that are no Unicode, by row
     names: dict[str, None] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                text, is_text = line.removeprefix(BOM_UTF8).decode(), b"\\u" not in line
-            except UnicodeDecodeError:
-                text, is_text = line.decode("utf-8", "surrogateescape"), False
-            is_wide = _DIGITS.search(line) is not None
-            row = _json_object(path, number, text, is_wide)
-            if is_wide:
-                wide.append(len(rows))
-            if not is_text:
-                for name in [one for one in row if not _is_text(one)]:
-                    misnamed[len(rows)] = ascii(name)
-                    del row[name]
-                for name in [one for one, value in row.items() if not _is_text(value)]:
-                    broken.setdefault(name, {})[len(rows)] = ascii(row.pop(name))
-            names |= dict.fromkeys(row)
-            for name, value in row.items():
-                if isinstance(value, list | dict):
-                    _add_nested(nested, name, value)
-            if len(names) + len(nested) > MAX_COLUMNS:
-                raise SchemaError(f"{path}: line {number}: {TOO_WIDE}, nested ones included")
-            rows.append(row)
-            lines.append(number)
+    for number, line in numbered:
+        if not line.strip():
+            continue
+        try:
+            text, is_text = line.removeprefix(BOM_UTF8).decode(), b"\\u" not in line
+        except UnicodeDecodeError:
+            text, is_text = line.decode("utf-8", "surrogateescape"), False
+        is_wide = _DIGITS.search(line) is not None
+        row = _json_object(path, number, text, is_wide)
+        if is_wide:
+            wide.append(len(rows))
+        if not is_text:
+            for name in [one for one in row if not _is_text(one)]:
+                misnamed[len(rows)] = ascii(name)
+                del row[name]
+            for name in [one for one, value in row.items() if not _is_text(value)]:
+                broken.setdefault(name, {})[len(rows)] = ascii(row.pop(name))
+        names |= dict.fromkeys(row)
+        for name, value in row.items():
+            if isinstance(value, list | dict):
+                _add_nested(nested, name, value)
+        if len(names) + len(nested) > MAX_COLUMNS:
+            raise SchemaError(f"{path}: line {number}: {TOO_WIDE}, nested ones included")
+        rows.append(row)
+        lines.append(number)
     names |= dict.fromkeys(broken)
     try:
         own_names = dict(zip(names, rename(list(names)), strict=True))

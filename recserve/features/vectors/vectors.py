@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from recserve.features.tables.conversions import id_column
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
+from recserve.features.tables.mapped_arrays import blocks
 from recserve.features.tables.parquet import BadRows, SchemaError, column
 from recserve.features.vectors.text_encoder import TextEncoder, document, unit
 from recserve.features.words import words
@@ -30,6 +31,8 @@ from recserve.features.words import words
 VECTORS = ("item_id", "vector")  # columns of a file of vectors
 MAX_TERMS = 50_000
 WINDOW = 10
+MAX_PAIR_EVENTS = 16_000_000  # whose pairs are counted; of more events, those of some users
+RANGE_EVENTS = 1 << 21  # of the items whose pairs are counted at once
 
 
 def fit_text_encoder(items: ItemTable, dim: int, seed: int) -> TextEncoder:
@@ -73,21 +76,10 @@ def collaborative_vectors(train: EventLog, num_items: int, dim: int, seed: int) 
         dim: Columns of the result.
         seed: Seed of the randomised SVD.
     """
-    counts = _cooccurrence(train, num_items)
-    total = counts.sum()
     vectors = np.zeros((num_items, dim), dtype=np.float32)
-    if total == 0:
+    matrix = _pointwise_information(_sample_users(train), num_items)
+    if matrix is None:
         return vectors
-    rows = np.asarray(counts.sum(axis=1)).ravel()
-    # Smooth contexts with the power 3/4, or rare pairs dominate (Levy, Goldberg, Dagan 2015).
-    context = rows**0.75
-    context /= context.sum()
-    pairs = counts.tocoo()
-    pmi = np.log(pairs.data / (rows[pairs.row] * context[pairs.col]))
-    kept = pmi > 0
-    matrix = sparse.csr_array(
-        (pmi[kept], (pairs.row[kept], pairs.col[kept])), shape=(num_items, num_items)
-    )
     rank = min(dim, num_items)
     left, singular, _ = randomized_svd(matrix, rank, n_iter=4, random_state=seed)
     vectors[:, :rank] = left * np.sqrt(singular)
@@ -184,15 +176,104 @@ def _read_parquet(path: Path, item_ids: list[str], names: Mapping[str, str]) -> 
     return np.ascontiguousarray(matrix[rows.to_numpy(zero_copy_only=False)], dtype=np.float32)
 
 
-def _cooccurrence(train: EventLog, num_items: int) -> Any:
-    """Returns symmetric [I, I] sparse counts of items near each other in a history."""
-    users, rows = train.user_indices(), train.item_rows.astype(np.int64)
-    total = sparse.csr_array((num_items, num_items), dtype=np.float64)
+def _sample_users(train: EventLog) -> EventLog:
+    """Returns the events of every k-th user, so that few more than MAX_PAIR_EVENTS are left.
+
+    Each event makes up to WINDOW pairs, and their number bounds the matrix of pairs.
+    """
+    step = -(-train.num_events // MAX_PAIR_EVENTS)
+    if step <= 1:
+        return train
+    kept = np.zeros(train.num_events, bool)
+    for first, last in zip(
+        train.offsets[:-1:step].tolist(), train.offsets[1::step].tolist(), strict=True
+    ):
+        kept[first:last] = True
+    return train.select(kept)
+
+
+def _pointwise_information(train: EventLog, num_items: int) -> Any:
+    """Returns the positive mutual information of pairs as sparse [I, I] float64; None: no pair.
+
+    The counts of some items at once bound the memory: one matrix of counts, then one of results.
+    """
+    parts = [
+        _cooccurrence(train, num_items, first, last)
+        for first, last in _item_ranges(train, num_items)
+    ]
+    rows = np.concatenate([np.asarray(part.sum(axis=1)).ravel() for part in parts])
+    if not rows.any():
+        return None
+    # Smooth contexts with the power 3/4, or rare pairs dominate (Levy, Goldberg, Dagan 2015).
+    context = rows**0.75
+    context /= context.sum()
+    indices, data, sizes, first = [], [], [], 0
+    while parts:
+        counts = parts.pop(0)
+        lengths = np.diff(counts.indptr)
+        own = np.repeat(rows[first : first + counts.shape[0]], lengths)
+        pmi = np.log(counts.data / (own * context[counts.indices]))
+        kept = pmi > 0
+        indices.append(counts.indices[kept].astype(np.int32))
+        data.append(pmi[kept])
+        of_row = np.repeat(np.arange(counts.shape[0]), lengths)[kept]
+        sizes.append(np.bincount(of_row, minlength=counts.shape[0]))
+        first += counts.shape[0]
+    starts = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+    columns, values = np.concatenate(indices), np.concatenate(data)
+    if starts[-1] <= np.iinfo(np.int32).max:
+        starts = starts.astype(np.int32)
+    return sparse.csr_array((values, columns, starts), shape=(num_items, num_items))
+
+
+def _item_ranges(train: EventLog, num_items: int) -> list[tuple[int, int]]:
+    """Returns ranges of items that cover all, each with about RANGE_EVENTS events or one item."""
+    events = np.cumsum(train.counts(num_items), dtype=np.float64)
+    steps = np.arange(RANGE_EVENTS, train.num_events, RANGE_EVENTS)
+    cuts = np.unique([0, *np.searchsorted(events, steps), num_items]).tolist()
+    return list(zip(cuts[:-1], cuts[1:], strict=True))
+
+
+def _cooccurrence(train: EventLog, num_items: int, first: int, last: int) -> Any:
+    """Returns sparse counts [last - first, I] of items near items `first` to `last` in a history.
+
+    The counts are symmetric: of the items after an item, and of those before it.
+    """
+    shape = (last - first, num_items)
+    after, before = sparse.csr_array(shape), sparse.csr_array(shape)
     for distance in range(1, WINDOW + 1):
-        same = (users[distance:] == users[:-distance]) & (rows[distance:] != rows[:-distance])
-        if not same.any():
-            continue
-        left, right = rows[:-distance][same], rows[distance:][same]
-        weights = np.full(left.size, 1.0 / distance)
-        total = total + sparse.csr_array((weights, (left, right)), shape=total.shape)
-    return total + total.T
+        lefts, rights = [], []
+        for left, right in _pairs(train, distance):
+            own = (left >= first) & (left < last)
+            lefts.append((left[own] - first, right[own]))
+            own = (right >= first) & (right < last)
+            rights.append((right[own] - first, left[own]))
+        after = after + _count(lefts, distance, shape)
+        before = before + _count(rights, distance, shape)
+    return after + before
+
+
+def _pairs(train: EventLog, distance: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the items of two different events of a user at a distance, block after block."""
+    ends = train.offsets[1:]
+    for part in blocks(max(train.num_events - distance, 0)):
+        left = train.item_rows[part]
+        right = train.item_rows[part.start + distance : part.stop + distance]
+        # A pair of one user ends before the end of the user who owns its first event.
+        first = int(np.searchsorted(ends, part.start, side="right"))
+        last = int(np.searchsorted(ends, part.stop, side="right"))
+        limits = np.repeat(
+            ends[first : last + 1] - distance,
+            np.diff(np.concatenate([[part.start], ends[first:last], [part.stop]])),
+        )
+        same = (np.arange(part.start, part.stop) < limits) & (left != right)
+        yield left[same], right[same]
+
+
+def _count(
+    pairs: list[tuple[np.ndarray, np.ndarray]], distance: int, shape: tuple[int, int]
+) -> Any:
+    """Returns a sparse matrix that has 1 / distance for each pair of row and column."""
+    rows, columns = (np.concatenate(list(part)) for part in zip(*pairs, strict=True))
+    weights = np.full(rows.size, 1.0 / distance)
+    return sparse.csr_array((weights, (rows, columns)), shape=shape)

@@ -123,5 +123,5 @@ def test_a_log_alone_is_read_and_its_faults_are_named(tmp_path):
     with pytest.raises(SchemaError, match="orders events by position"):
         read_events([tmp_path / "places.csv", log], ITEMS, "skip")
     (log / f"{KIND}-bad.parquet").write_bytes(b"PAR1")
-    with pytest.raises(SchemaError, match="is no file of an event log"):
+    with pytest.raises(SchemaError, match="is no file of recserve-event-log"):
         read_events(log, ITEMS)
