@@ -470,7 +470,7 @@ class Service:
     def models(self) -> list[dict[str, Any]]:
         """Returns the models in OpenAI's format; the key `recserve` holds our own fields."""
         scorers = () if self._ranker is None else self._ranker.scorers
-        listed = []
+        listed = list[dict[str, Any]]()
         facts = {}
         if self._bundle is not None:
             facts = model_fields(self._networks, self.engine.selectable)
@@ -482,7 +482,9 @@ class Service:
                 {"id": name, "object": "model", "created": 0, "owned_by": "recserve"}
                 | {"recserve": said}
             )
-        return listed if self._text is None else [*listed, *self._text.model.list_entries()]
+        listed += [] if self._text is None else self._text.model.list_entries()
+        version = installed("recserve")
+        return [one | {"recserve": {"version": version, **one["recserve"]}} for one in listed]
 
     def model(self, name: str) -> dict[str, Any]:
         """Returns one model of `models`. Raises UnknownModel."""

@@ -20,6 +20,7 @@ from recserve.training.schedule import Schedule
 from recserve.training.text import distillation, distilled_text
 from recserve.training.text.distillation import TextWriter, distill
 from recserve.training.text.distilled_text import (
+    FORMAT,
     METADATA,
     DistillationSettings,
     DrafterText,
@@ -176,7 +177,7 @@ def test_other_settings_texts_and_files_are_refused(llm, text, written, tmp_path
 def test_a_folder_without_parts_takes_other_settings(llm, text, written, tmp_path):
     out = tmp_path / "new"
     out.mkdir()
-    (out / METADATA).write_text(json.dumps({"seed": 3}))
+    (out / METADATA).write_text(json.dumps({"format": FORMAT, "seed": 3}))
     distill(llm, [text], out, SMALL, CPU)
     assert parts(out) == parts(written)
 
@@ -211,8 +212,9 @@ def test_a_tokenizer_puts_its_first_tokens_into_the_prompt(llm):
         (None, "has no distillation.json; `recserve train distill` writes such a folder"),
         ("{", "distillation.json is damaged"),
         ("[]", "distillation.json is damaged: it holds no object"),
-        ("{}", "distillation.json is damaged: 'target_sha256'"),
-        ('{"tokens": "many"}', "distillation.json is damaged"),
+        ("{}", "distillation.json: format is missing"),
+        (json.dumps({"format": FORMAT}), "distillation.json: target_sha256 is missing"),
+        (json.dumps({"format": FORMAT, "tokens": "many"}), "tokens is 'many'; expected int"),
     ],
 )
 def test_a_damaged_folder_is_refused(content, said, tmp_path):
