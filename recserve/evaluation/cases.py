@@ -26,7 +26,8 @@ class Cases:
     """Histories, each with its held-out item.
 
     Attributes:
-        rows: Item rows of all events. History n is `rows[starts[n] : stops[n]]`, oldest first.
+        rows: Item rows of all events, of any integer type. History n is
+            `rows[starts[n] : stops[n]]`, oldest first.
         starts: [n] first event of each history.
         stops: [n] one past the last event of each history.
         held: [n] item row of the held-out event.
@@ -34,7 +35,7 @@ class Cases:
         user_ids: Ids of the log's users. None: not known.
     """
 
-    rows: Ints
+    rows: NDArray[np.integer]
     starts: Ints
     stops: Ints
     held: Ints
@@ -68,7 +69,8 @@ class Cases:
 
     def history(self, case: int) -> Ints:
         """Returns the [n] item rows of one case, oldest first."""
-        return self.rows[self.starts[case] : self.stops[case]]
+        history: Ints = self.rows[self.starts[case] : self.stops[case]].astype(np.int64)
+        return history
 
     def user_id(self, case: int) -> str | None:
         """Returns the id of the user of one case, None if ids are not known."""
@@ -109,7 +111,7 @@ class Cases:
         column = np.arange(int(lengths.max()))
         inside = column < lengths[:, None]
         source = np.where(inside, (self.stops[which] - lengths)[:, None] + column, 0)
-        histories: Ints = np.where(inside, self.rows[source], -1)
+        histories: Ints = np.where(inside, self.rows[source].astype(np.int64), -1)
         return histories
 
 
@@ -126,5 +128,6 @@ def leave_one_out_cases(events: EventLog, split: Literal["valid", "test"]) -> Ca
     if not users.size:
         raise ValueError("no user has three events, so there is nothing to hold out")
     stops = offsets[1:][users] - (2 if split == "valid" else 1)
-    rows = events.item_rows.astype(np.int64)
-    return Cases(rows, offsets[:-1][users], stops, rows[stops], users, events.user_ids)
+    rows = events.item_rows
+    held = rows[stops].astype(np.int64)
+    return Cases(rows, offsets[:-1][users], stops, held, users, events.user_ids)

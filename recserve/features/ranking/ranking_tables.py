@@ -21,6 +21,7 @@ from recserve.features.ranking.item_categories import category_matrix, category_
 from recserve.features.tables.arrays import Table
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
+from recserve.features.tables.mapped_arrays import sum_by_row
 from recserve.features.vectors.cooccurrence import neighbours
 from recserve.files import read_arrays, read_record, whole_file
 
@@ -189,7 +190,7 @@ class RankingTables:
         """
         num_items = len(items)
         counts = train.counts(num_items)
-        sums = np.bincount(train.item_rows, train.values, num_items).astype(np.float32)
+        sums = sum_by_row(train.item_rows, num_items, train.values).astype(np.float32)
         has_values = bool(np.ptp(train.values)) if train.num_events else False
         names, weights = category_vocabulary(items.categories)
         sides = numeric_attributes(items.attributes)

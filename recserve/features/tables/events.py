@@ -142,6 +142,28 @@ class EventLog:
             return self.counts(num_items)
         return sum_by_row(self.item_rows, num_items, self.weights).astype(np.float32)
 
+    def pairs(self, distance: int) -> Iterator[np.ndarray]:
+        """Yields, in blocks, the [p] int64 events that another one of the user follows.
+
+        Args:
+            distance: How many events later that one is.
+        """
+        ends = self.offsets[1:]
+        for part in blocks(max(self.num_events - distance, 0)):
+            # The users of the block, and for each the end of the events that have a later one.
+            first, last = np.searchsorted(ends, (part.start, part.stop), side="right").tolist()
+            owned = np.diff(np.concatenate([[part.start], ends[first:last], [part.stop]]))
+            limits = np.repeat(ends[first : last + 1] - distance, owned)
+            events = np.arange(part.start, part.stop)
+            yield events[events < limits]
+
+    def item_ranges(self, num_items: int, num_events: int) -> list[tuple[int, int]]:
+        """Returns ranges of items that cover all: each has about `num_events`, or is one item."""
+        events = np.cumsum(self.counts(num_items), dtype=np.float64)
+        steps = np.arange(num_events, self.num_events, num_events)
+        cuts = np.unique([0, *np.searchsorted(events, steps), num_items]).tolist()
+        return list(zip(cuts[:-1], cuts[1:], strict=True))
+
     def relative_weights(self) -> np.ndarray | None:
         """Returns [n] float32 weights with a mean of 1; None if each event counts 1.
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from recserve.features.tables.conversions import id_column
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.mapped_arrays import blocks
 from recserve.features.tables.parquet import BadRows, SchemaError, column
 from recserve.features.vectors.text_encoder import TextEncoder, document, unit
 from recserve.features.words import words
@@ -199,7 +198,7 @@ def _pointwise_information(train: EventLog, num_items: int) -> Any:
     """
     parts = [
         _cooccurrence(train, num_items, first, last)
-        for first, last in _item_ranges(train, num_items)
+        for first, last in train.item_ranges(num_items, RANGE_EVENTS)
     ]
     rows = np.concatenate([np.asarray(part.sum(axis=1)).ravel() for part in parts])
     if not rows.any():
@@ -226,14 +225,6 @@ def _pointwise_information(train: EventLog, num_items: int) -> Any:
     return sparse.csr_array((values, columns, starts), shape=(num_items, num_items))
 
 
-def _item_ranges(train: EventLog, num_items: int) -> list[tuple[int, int]]:
-    """Returns ranges of items that cover all, each with about RANGE_EVENTS events or one item."""
-    events = np.cumsum(train.counts(num_items), dtype=np.float64)
-    steps = np.arange(RANGE_EVENTS, train.num_events, RANGE_EVENTS)
-    cuts = np.unique([0, *np.searchsorted(events, steps), num_items]).tolist()
-    return list(zip(cuts[:-1], cuts[1:], strict=True))
-
-
 def _cooccurrence(train: EventLog, num_items: int, first: int, last: int) -> Any:
     """Returns sparse counts [last - first, I] of items near items `first` to `last` in a history.
 
@@ -243,37 +234,28 @@ def _cooccurrence(train: EventLog, num_items: int, first: int, last: int) -> Any
     after, before = sparse.csr_array(shape), sparse.csr_array(shape)
     for distance in range(1, WINDOW + 1):
         lefts, rights = [], []
-        for left, right in _pairs(train, distance):
+        for events in train.pairs(distance):
+            left, right = train.item_rows[events], train.item_rows[events + distance]
+            different = left != right
+            left, right = left[different], right[different]
+            if shape[0] == num_items:
+                lefts.append((left, right))
+                continue
             own = (left >= first) & (left < last)
             lefts.append((left[own] - first, right[own]))
             own = (right >= first) & (right < last)
             rights.append((right[own] - first, left[own]))
         after = after + _count(lefts, distance, shape)
-        before = before + _count(rights, distance, shape)
-    return after + before
-
-
-def _pairs(train: EventLog, distance: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the items of two different events of a user at a distance, block after block."""
-    ends = train.offsets[1:]
-    for part in blocks(max(train.num_events - distance, 0)):
-        left = train.item_rows[part]
-        right = train.item_rows[part.start + distance : part.stop + distance]
-        # A pair of one user ends before the end of the user who owns its first event.
-        first = int(np.searchsorted(ends, part.start, side="right"))
-        last = int(np.searchsorted(ends, part.stop, side="right"))
-        limits = np.repeat(
-            ends[first : last + 1] - distance,
-            np.diff(np.concatenate([[part.start], ends[first:last], [part.stop]])),
-        )
-        same = (np.arange(part.start, part.stop) < limits) & (left != right)
-        yield left[same], right[same]
+        if rights:
+            before = before + _count(rights, distance, shape)
+    return after + (after.T if shape[0] == num_items else before)
 
 
 def _count(
     pairs: list[tuple[np.ndarray, np.ndarray]], distance: int, shape: tuple[int, int]
 ) -> Any:
     """Returns a sparse matrix that has 1 / distance for each pair of row and column."""
-    rows, columns = (np.concatenate(list(part)) for part in zip(*pairs, strict=True))
+    none = np.zeros(0, np.int32)
+    rows, columns = (np.concatenate(part) for part in zip((none, none), *pairs, strict=True))
     weights = np.full(rows.size, 1.0 / distance)
     return sparse.csr_array((weights, (rows, columns)), shape=shape)

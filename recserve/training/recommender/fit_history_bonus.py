@@ -25,6 +25,7 @@ from recserve.training.time_limit import NO_LIMIT, TimeLimit
 
 # How far apart two events may be to link their items. A pair counts 1 / distance.
 DISTANCE = 3
+RANGE_EVENTS = 1 << 21  # of the items whose links are counted at once
 MAX_LINKS = 100
 FACTORS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 # In the order in which the first of several equals is taken.
@@ -128,30 +129,42 @@ def link_items(train: EventLog, num_items: int) -> HistoryBonus:
         train: Training events.
         num_items: I, the number of items.
     """
-    users, rows = train.user_indices(), train.item_rows
+    ranges = train.item_ranges(num_items, RANGE_EVENTS)
+    parts = [_strongest_links(train, num_items, first, last) for first, last in ranges]
+    counts, rows, values = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return HistoryBonus(
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        rows.astype(np.int32),
+        np.log1p(values).astype(np.float32),
+        0.0,
+    )
+
+
+def _strongest_links(
+    train: EventLog, num_items: int, first: int, last: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Returns the links of the items `first` to `last`: how many, to which items, and sums."""
+    rows = train.item_rows
     keys, shares = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for distance in range(1, DISTANCE + 1):
-        same = users[distance:] == users[:-distance]
-        left, right = rows[:-distance][same].astype(np.int64), rows[distance:][same]
-        share = np.full(len(left), 1 / distance)
-        if train.weights is not None:
-            share *= train.weights[distance:][same]
-        counted = share > 0
-        keys.append((left * num_items + right)[counted])
-        shares.append(share[counted])
+        for events in train.pairs(distance):
+            left = rows[events]
+            own = (left >= first) & (left < last)
+            later, left = events[own] + distance, left[own].astype(np.int64)
+            share = np.full(len(left), 1 / distance)
+            if train.weights is not None:
+                share *= train.weights[later]
+            counted = share > 0
+            keys.append((left * num_items + rows[later])[counted])
+            shares.append(share[counted])
     pairs, which = np.unique(np.concatenate(keys), return_inverse=True)
     sums = np.bincount(which.reshape(-1), np.concatenate(shares), len(pairs))
     item, row = np.divmod(pairs, num_items)
     order = np.lexsort((row, -sums, item))  # strongest first, and equals by row
     item, row, value = item[order], row[order], sums[order]
     strong = np.arange(len(item)) - np.searchsorted(item, item) < MAX_LINKS
-    counts = np.bincount(item[strong], minlength=num_items)
-    return HistoryBonus(
-        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        row[strong].astype(np.int32),
-        np.log1p(value[strong]).astype(np.float32),
-        0.0,
-    )
+    counts = np.bincount(item[strong] - first, minlength=last - first)
+    return counts, row[strong], value[strong]
 
 
 def _gains(

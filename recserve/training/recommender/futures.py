@@ -106,17 +106,17 @@ class Futures:
 
     def batch(self, pieces: Ints) -> FutureBatch:
         """Returns the histories with these numbers, padded to the longest of them."""
-        config, rows = self.config, self.events.item_rows.astype(np.int64)
+        config, rows = self.config, self.events.item_rows
         template = HistoryTemplate.of(config)
         prefixes = [
-            torch.from_numpy(template.tokens(rows[a : b - 1], self.codes))
+            torch.from_numpy(template.tokens(rows[a : b - 1].astype(np.int64), self.codes))
             for a, b in zip(self.starts[pieces], self.ends[pieces], strict=True)
         ]
         tokens = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True)
         ahead = self._ahead(pieces)
         width = config.num_levels if config.input == "codes" else 1
         nodes = ahead.pieces * tokens.shape[1] + (ahead.places + 1) * width
-        targets = rows[ahead.targets]
+        targets = rows[ahead.targets].astype(np.int64)
         futures = np.full((nodes.size, self.horizon), -1, dtype=np.int64)
         futures[ahead.states, ahead.steps] = targets
         num_outcomes, num_offsets = len(self.events.type_names), len(self.bounds)

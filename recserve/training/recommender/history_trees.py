@@ -28,6 +28,7 @@ from recserve.models.config import RecommenderConfig
 from recserve.models.prefix_template import BOS
 
 Ints = NDArray[np.int64]
+BLOCK_TREES = 1 << 14  # whose sizes are computed at once
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ class HistoryBatch:
 
 
 class HistoryTrees:
-    """All training histories as trees in flat arrays, cut into batches by tree number."""
+    """All training histories as trees, cut into batches by tree number.
+
+    The trees of a batch are laid out when it is drawn. Of all events there are only their items.
+    """
 
     def __init__(
         self,
@@ -114,72 +118,63 @@ class HistoryTrees:
             raise ValueError(
                 "there is no event to train on; leave-one-out holds out the last two of each user"
             )
-        starts = windows(offsets, config.max_history_items + 1)
-        rows = item_rows.astype(np.int64)
-        step_of = np.arange(rows.shape[0]) - np.repeat(starts[:-1], np.diff(starts))
-        levels = config.num_levels
-        tokens = codes.astype(np.int64) + np.asarray(config.level_offsets)
-        open_levels = _open_levels(trie, config)
-        before = np.where(step_of > 0, np.roll(rows, 1), 0)  # the previous item of the history
-        flat = config.input == "codes"
-        if flat:
-            branch = np.full(rows.shape[0], levels - 1)
-            trunk = np.where(step_of > 0, tokens[before, -1], BOS)
-        else:
-            depths = np.where(open_levels, np.arange(levels), 0).max(1)
-            branch = depths[rows]
-            trunk = np.where(step_of > 0, config.num_code_tokens + before, BOS)
-        # Step s owns the nodes node_starts[s] .. node_starts[s + 1] - 1: one trunk node, then its
-        # branch. `inner` is a node's position in its step; 0 is the trunk node.
-        node_starts = np.concatenate([[0], np.cumsum(1 + branch)])
-        step = np.repeat(np.arange(rows.shape[0]), 1 + branch)
-        inner = np.arange(node_starts[-1]) - node_starts[step]
-        tree_starts = node_starts[starts]
-        tree_of_step = np.repeat(np.arange(starts.shape[0] - 1), np.diff(starts))
-        tree_sizes = np.diff(tree_starts)
-        branch_ends = node_starts[step + 1] - tree_starts[tree_of_step[step]]
-        is_trunk = inner == 0
-        self.tokens = np.where(is_trunk, trunk[step], tokens[rows[step], np.maximum(inner - 1, 0)])
-        self.positions = step_of[step] * (levels if flat else 1) + inner
-        whole = tree_sizes[tree_of_step[step]]
-        self.ends = whole if flat else np.where(is_trunk, whole, branch_ends)
-        self.tree_starts = tree_starts
-        self.step_starts = starts
-        self.rows = rows
-        self.step_of = step_of
-        self.trunk_nodes = node_starts[:-1] - tree_starts[tree_of_step]
-        self.open_levels = open_levels
-        self.weights = weights
+        self.step_starts = windows(offsets, config.max_history_items + 1)
+        self.rows, self.weights = item_rows, weights
+        self.open_levels = _open_levels(trie, config)
+        levels = self.num_levels = config.num_levels
+        self.first_item_token = config.num_code_tokens
+        self.item_tokens = codes.astype(np.int64) + np.asarray(config.level_offsets)
+        self.flat = config.input == "codes"
+        # Nodes below the trunk node of a step, by item.
+        depths = np.where(self.open_levels, np.arange(levels), 0).max(1)
+        self.depths = np.full(len(depths), levels - 1) if self.flat else depths
+        self.tree_sizes = np.empty(len(self.step_starts) - 1, np.int64)
+        for first in range(0, len(self), BLOCK_TREES):
+            starts = self.step_starts[first : first + BLOCK_TREES + 1]
+            nodes = 1 + self.depths[self.rows[starts[0] : starts[-1]]]
+            sums = np.add.reduceat(nodes, starts[:-1] - starts[0])
+            self.tree_sizes[first : first + BLOCK_TREES] = sums
 
     def __len__(self) -> int:
-        return len(self.tree_starts) - 1
+        return len(self.step_starts) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of all trees."""
+        return int(self.tree_sizes.sum())
 
     def batch(self, trees: Ints) -> HistoryBatch:
         """Returns the trees with these numbers, padded to the largest of them."""
-        sizes = np.diff(self.tree_starts)[trees]
+        sizes = self.tree_sizes[trees]
         width = int(sizes.max())
         column = np.arange(width)
         inside = column < sizes[:, None]
-        source = np.where(inside, self.tree_starts[trees][:, None] + column, 0)
-        counts = np.diff(self.step_starts)[trees]
-        steps = _ranges(self.step_starts[trees], counts)
+        first_steps = self.step_starts[trees]
+        counts = self.step_starts[trees + 1] - first_steps
+        steps = _ranges(first_steps, counts)
         tree = np.repeat(np.arange(trees.shape[0]), counts)
-        rows = self.rows[steps]
-        trunk = tree * width + self.trunk_nodes[steps]
+        rows = self.rows[steps].astype(np.int64)
+        step_of = steps - first_steps[tree]
+        trunk_nodes, nodes = self._nodes(tree, rows, step_of, np.cumsum(sizes) - sizes)
+        tokens, positions, ends = (np.zeros(inside.shape, np.int64) for _ in range(3))
+        tokens[:], positions[:], ends[:] = BOS, 0, column + 1
+        for padded, values in zip((tokens, positions, ends), nodes, strict=True):
+            padded[inside] = values
+        trunk = tree * width + trunk_nodes
         level, which = np.nonzero(self.open_levels[rows].T)
         histories = np.full((trees.shape[0], int(counts.max())), -1, dtype=np.int64)
-        histories[tree, self.step_of[steps]] = rows
+        histories[tree, step_of] = rows
         arrays = (
-            np.where(inside, self.tokens[source], BOS),
-            np.where(inside, self.positions[source], 0),
-            np.where(inside, self.ends[source], column + 1),
+            tokens,
+            positions,
+            ends,
             trunk[which] + level,
             rows[which],
             level,
-            self.step_of[steps][which],
+            step_of[which],
             trunk,
             rows,
-            self.step_of[steps],
+            step_of,
             histories,
         )
         found = HistoryBatch(*(torch.from_numpy(array) for array in arrays))
@@ -190,13 +185,49 @@ class HistoryTrees:
             found, target_weights=weights[torch.from_numpy(which)], trunk_weights=weights
         )
 
+    def _nodes(
+        self, tree: Ints, rows: Ints, step_of: Ints, tree_starts: Ints
+    ) -> tuple[Ints, tuple[Ints, Ints, Ints]]:
+        """Returns the nodes of some trees, one tree after another.
+
+        Args:
+            tree: [s] tree of each step.
+            rows: [s] item row of each step.
+            step_of: [s] number of each step in its tree.
+            tree_starts: [t] first node of each tree.
+
+        Returns:
+            [s] trunk node of each step in its tree, and tokens, positions and ends [nodes].
+        """
+        levels, tokens = self.num_levels, self.item_tokens
+        before = np.where(step_of > 0, np.roll(rows, 1), 0)  # the previous item of the history
+        known = tokens[before, -1] if self.flat else self.first_item_token + before
+        trunk = np.where(step_of > 0, known, BOS)
+        # Step s owns the nodes node_starts[s] .. node_starts[s + 1] - 1: one trunk node, then its
+        # branch. `inner` is a node's position in its step; 0 is the trunk node.
+        sizes = 1 + self.depths[rows]
+        node_starts = np.concatenate([[0], np.cumsum(sizes)])
+        step = np.repeat(np.arange(rows.shape[0]), sizes)
+        inner = np.arange(node_starts[-1]) - node_starts[step]
+        starts = tree_starts[tree]
+        whole = np.append(tree_starts[1:], node_starts[-1])[tree] - starts
+        is_trunk = inner == 0
+        item_tokens = tokens[rows[step], np.maximum(inner - 1, 0)]
+        branch_ends = node_starts[1:] - starts
+        ends = whole[step] if self.flat else np.where(is_trunk, whole[step], branch_ends[step])
+        return node_starts[:-1] - starts, (
+            np.where(is_trunk, trunk[step], item_tokens),
+            step_of[step] * (levels if self.flat else 1) + inner,
+            ends,
+        )
+
     def epoch(self, seed: int, epoch: int, max_nodes: int) -> list[Ints]:
         """Returns the tree numbers of each batch.
 
         A batch holds trees of similar size and at most `max_nodes` padded nodes. The order depends
         only on (seed, epoch).
         """
-        return bucket_sizes(np.diff(self.tree_starts), seed, epoch, max_nodes)
+        return bucket_sizes(self.tree_sizes, seed, epoch, max_nodes)
 
 
 def bucket_sizes(sizes: Ints, seed: int, epoch: int, max_nodes: int) -> list[Ints]:

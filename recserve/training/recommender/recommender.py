@@ -226,7 +226,7 @@ class RecommenderTrainee:
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Returns the tree numbers of each batch."""
         # With small data, batches shrink so that an epoch still has about MIN_BATCHES steps.
-        most = max(int(self.data.tree_starts[-1]) // MIN_BATCHES, 256)
+        most = max(self.data.num_nodes // MIN_BATCHES, 256)
         return self.data.epoch(self.seed, epoch, min(self.recipe.max_nodes, most))
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:

@@ -112,7 +112,7 @@ class SasRecTrainee:
         self.starts, self.stops = starts[:-1][useful], starts[1:][useful]
         if not useful.any():
             raise ValueError("no user has two training events; there is no next item to learn")
-        self.rows = train.item_rows.astype(np.int64)
+        self.rows = train.item_rows
         self.cases = leave_one_out_cases(events, "valid").sample(recipe.validation_users)
 
     def plan(self, epoch: int) -> Sequence[Ints]:
