@@ -2,10 +2,12 @@
 
 The generator reads and writes no files, so any runner that maps tables can call it, local or
 distributed. Every input row has a `user_id`. The columns `history`, `k`, `strategy`,
-`exclude_seen`, `filter`, `diversity`, `exclude_shown` and `discount_shown` are optional, and so is
-each of their values.
+`exclude_seen`, `filter`, `diversity`, `exclude_shown`, `discount_shown` and `scoring` are optional,
+and so is each of their values.
 
-A job with `fields` writes one more column, `fields`: a struct of columns of the catalogue.
+A job with `fields` writes one more column, `fields`: a struct of columns of the catalogue. A job
+with a `scoring`, or of an imported recommender, writes the column `scoring`: how each slate was
+scored, as JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from msgspec import UNSET
 
 from recserve.batch.part import Generated
 from recserve.batch.rows import (
@@ -37,7 +40,9 @@ from recserve.schemas.items import (
     MAX_K,
     RecommendRequest,
     RecommendResponse,
+    ScoringChoice,
 )
+from recserve.schemas.numbers import ENCODER
 from recserve.schemas.validation import converted, json_text
 
 ANSWERS = pa.schema(
@@ -60,12 +65,18 @@ ERRORS = pa.schema(
 )
 
 
-def answer_schema(columns: pa.Schema) -> pa.Schema:
-    """Returns the schema of slates with these columns of the catalogue; ANSWERS without any."""
+def answer_schema(columns: pa.Schema, scoring: bool = False) -> pa.Schema:
+    """Returns the schema of slates with these columns of the catalogue; ANSWERS without any.
+
+    Args:
+        columns: Columns of the catalogue.
+        scoring: Whether the slates say how they were scored.
+    """
+    schema = ANSWERS.append(pa.field("scoring", pa.string())) if scoring else ANSWERS
     if not columns.names:
-        return ANSWERS
+        return schema
     parts = [pa.field(column.name, plain_type(column.type)) for column in columns]
-    return ANSWERS.append(pa.field("fields", pa.struct(parts)))
+    return schema.append(pa.field("fields", pa.struct(parts)))
 
 
 COLUMNS: dict[str, tuple[Accepts, str]] = {
@@ -78,6 +89,7 @@ COLUMNS: dict[str, tuple[Accepts, str]] = {
     "diversity": (optional(is_any_text), "string"),
     "exclude_shown": (optional(is_any_text), "string"),
     "discount_shown": (optional(is_any_text), "string"),
+    "scoring": (optional(is_any_text), "string"),
 }
 
 Recommend = Callable[[Sequence[RecommendRequest]], Sequence[RecommendResponse | Exception]]
@@ -93,9 +105,10 @@ class Defaults:
         exclude_seen: True leaves out items that are in the user's history.
         beam_width: Beam width of every request. None uses the service's default.
         fields: Columns of the catalogue that the output has for each item.
+        scoring: Scoring of rows that name none, as JSON. None: that of the model.
 
     Raises:
-        ValueError: If `k` or the number of fields is out of range.
+        ValueError: If `k` or the number of fields is out of range, or `scoring` is none.
     """
 
     k: int = 50
@@ -103,12 +116,15 @@ class Defaults:
     exclude_seen: bool = True
     beam_width: int | None = None
     fields: tuple[str, ...] = ()
+    scoring: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.fields) > MAX_FIELDS:
             raise ValueError(f"fields has {len(self.fields)} columns; expected 0..{MAX_FIELDS}")
         if not 1 <= self.k <= MAX_K:
             raise ValueError(f"k is {self.k}; expected 1..{MAX_K}")
+        if self.scoring is not None:
+            converted(json_text("scoring", self.scoring), ScoringChoice)
 
 
 def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
@@ -170,7 +186,10 @@ class Generator:
     @property
     def facts(self) -> dict[str, object]:
         """What determines the slates besides the input."""
-        return {**asdict(self.defaults), "in_flight": self.in_flight, **self.versions}
+        defaults = asdict(self.defaults)
+        if self.defaults.scoring is None:
+            del defaults["scoring"]
+        return {**defaults, "in_flight": self.in_flight, **self.versions}
 
     def begin_part(self) -> None:
         """Forgets what earlier rows left behind."""
@@ -251,6 +270,7 @@ class Generator:
                 "diversity": json_text("diversity", row.get("diversity")),
                 "exclude_shown": json_text("exclude_shown", row.get("exclude_shown")),
                 "discount_shown": json_text("discount_shown", row.get("discount_shown")),
+                "scoring": json_text("scoring", given("scoring", self.defaults.scoring)),
                 "fields": list(self.defaults.fields),
             },
             RecommendRequest,
@@ -280,6 +300,12 @@ def _answer_table(answers: list[tuple[str, RecommendResponse]], schema: pa.Schem
     ]
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(ANSWERS)
     arrays = [pa.array(values, kind) for values, kind in zip(columns, ANSWERS.types, strict=True)]
+    if "scoring" in schema.names:
+        texts = [
+            None if a.scoring is UNSET else ENCODER.encode(a.scoring).decode() for _, a in answers
+        ]
+        own = [text for text, (_, a) in zip(texts, answers, strict=True) for _ in a.items]
+        arrays.append(pa.array(own, pa.string()))
     if "fields" in schema.names:
         parts = list(schema.field("fields").type)
         shown = [item.fields or {} for _, a in answers for item in a.items]

@@ -87,6 +87,7 @@ class SlateRecipe:
             items = service.catalog.current.items
             try:
                 check_fields(self.defaults.fields, items)
+                says_scoring = service.check_scoring(self.defaults.scoring)
             except InvalidRequest as error:
                 raise WrongOption(str(error)) from None
             yield Generator(
@@ -99,7 +100,7 @@ class SlateRecipe:
                     "device": service.device.type,
                     "kernels": backend.FORCED,
                 },
-                schema=answer_schema(items.field_schema(self.defaults.fields)),
+                schema=answer_schema(items.field_schema(self.defaults.fields), says_scoring),
             )
 
 

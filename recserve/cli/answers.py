@@ -14,6 +14,7 @@ from recserve.cli.flags import (
     FieldsFlag,
     HistoryFlag,
     JsonFlag,
+    ScoringFlag,
     StoreFlag,
     UserFlag,
     ids,
@@ -60,6 +61,7 @@ def recommend(
         str | None,
         typer.Option(help='Lower what was shown, as JSON: \'{"within": "6h", "by": 0.5}\'.'),
     ] = None,
+    scoring: ScoringFlag = None,
     seen: Annotated[
         bool, typer.Option("--seen/--unseen", help="Allow items of the history, or not.")
     ] = False,
@@ -87,6 +89,7 @@ def recommend(
         outcome=outcome and json_value(outcome, "--outcome"),
         exclude_shown=exclude_shown and json_value(exclude_shown, "--exclude-shown"),
         discount_shown=discount_shown and json_value(discount_shown, "--discount-shown"),
+        scoring=scoring and json_value(scoring, "--scoring"),
         exclude={"seen": not seen},
         fields=ids(fields),
         explain=explain,

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from recserve.cli.flags import ColumnFlag, DeviceFlag, FieldsFlag, StoreFlag, column_names, ids
+from recserve.cli.flags import (
+    ColumnFlag,
+    DeviceFlag,
+    FieldsFlag,
+    ScoringFlag,
+    StoreFlag,
+    column_names,
+    ids,
+)
 from recserve.cli.shared_items import warn_of_shared_items
 
 if TYPE_CHECKING:
@@ -61,6 +69,7 @@ def batch(
     k: Annotated[int, typer.Option("-k", "--k", help="Default for rows without k.")] = 50,
     strategy: Annotated[str, typer.Option(help="Default for rows without one.")] = "auto",
     beam_width: Annotated[int | None, typer.Option(min=1, help="Beam width.")] = None,
+    scoring: ScoringFlag = None,
     fields: FieldsFlag = None,
     column: ColumnFlag = None,
     rows_per_part: Annotated[int, typer.Option(min=1, help="Rows per output file.")] = 20_000,
@@ -112,6 +121,7 @@ def batch(
     for flag, value in {
         "--store": bundle is None and store,
         "--beam-width": bundle is None and beam_width,
+        "--scoring": bundle is None and scoring,
         "--fields": bundle is None and fields,
         "--llm-name": llm is None and llm_name,
         "--llm-dtype": llm is None and llm_dtype,
@@ -133,7 +143,11 @@ def batch(
             recipe = SlateRecipe(
                 bundle=str(bundle.resolve()),
                 defaults=Defaults(
-                    k, strategy, beam_width=beam_width, fields=tuple(ids(fields) or ())
+                    k,
+                    strategy,
+                    beam_width=beam_width,
+                    fields=tuple(ids(fields) or ()),
+                    scoring=scoring,
                 ),
                 store=_absolute(store),
                 device=device,

@@ -18,10 +18,13 @@ from recserve.cli.flags import (
     FormatFlag,
     IdFormatFlag,
     IdsFlag,
+    ItemTextFlag,
     MaxHistoryFlag,
     PromptFlag,
     RuleFlag,
+    ScoringFlag,
     column_names,
+    json_value,
     numbers,
     pairs,
 )
@@ -174,6 +177,7 @@ def evaluate(
     dense_weight: Annotated[
         float | None, typer.Option(help="Weight of the dense head; default: the bundle's.")
     ] = None,
+    scoring: ScoringFlag = None,
     users: Annotated[
         int | None,
         typer.Option(min=1, help="Evaluate so many users, drawn at random with seed 0."),
@@ -201,6 +205,10 @@ def evaluate(
     cutoffs = numbers(k, "--k")
     if strategy == "all" and session_minutes is not None:
         raise typer.BadParameter("--session-minutes has no effect with --strategy all")
+    if scoring is not None and (strategy == "all" or card or time_split):
+        raise typer.BadParameter(
+            "--scoring has no effect with --strategy all, --card or --time-split"
+        )
     if strategy == "all" and (baselines or card or time_split):
         flag = "--baselines" if baselines else "--card" if card else "--time-split"
         raise typer.BadParameter(f"{flag} needs one strategy; --strategy all compares several")
@@ -244,6 +252,7 @@ def evaluate(
         k=cutoffs,
         width=beam_width,
         dense_weight=dense_weight,
+        scoring=None if scoring is None else json_value(scoring, "--scoring"),
         users=users,
         device=place,
         session_s=None if session_minutes is None else 60 * session_minutes,
@@ -353,6 +362,7 @@ def import_checkpoint(
     ids: IdsFlag = None,
     id_format: IdFormatFlag = None,
     prompt: PromptFlag = None,
+    item_text: ItemTextFlag = None,
     events: Annotated[
         Path | None, typer.Option(help="Events as of `recserve build`, for histories.")
     ] = None,
@@ -362,6 +372,13 @@ def import_checkpoint(
     ] = "popular",
     max_history: MaxHistoryFlag = None,
     rule: RuleFlag = None,
+    only_rule: Annotated[
+        bool,
+        typer.Option(
+            "--only-rule",
+            help="Leave out the tokens that other rules need; no request can name `vocabulary`.",
+        ),
+    ] = False,
     column: ColumnFlag = None,
 ) -> None:
     """Import a recommender that was trained elsewhere, from a Hugging Face folder."""
@@ -376,10 +393,12 @@ def import_checkpoint(
         ids=ids,
         id_format=id_format,
         prompt=prompt,
+        item_text=item_text,
         events=events,
         shared_ids=shared_ids,
         max_history=max_history,
         rule=rule,
+        only_rule=only_rule,
         columns=column_names(column),
     )
     convert(options, typer.echo)

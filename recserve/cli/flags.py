@@ -25,6 +25,10 @@ FieldsFlag = Annotated[
     list[str] | None,
     typer.Option(help="Columns of the catalogue to show; repeat the flag, or use commas."),
 ]
+ScoringFlag = Annotated[
+    str | None,
+    typer.Option(help='Another scoring rule, as JSON: \'{"rule": "vocabulary"}\'.'),
+]
 ColumnFlag = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,16 +38,22 @@ ColumnFlag = Annotated[
 # Flags of `bundle import`, which `doctor` takes too.
 FormatFlag = Annotated[
     str | None,
-    typer.Option(help="Of a checkpoint: generic, minionerec, lc-rec, or an installed package's."),
+    typer.Option(help="Of a checkpoint: generic, minionerec, lc-rec, openonerec, or of a package."),
 ]
 IdsFlag = Annotated[
     Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")
 ]
 IdFormatFlag = Annotated[
-    str | None, typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>'.")
+    str | None,
+    typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>' or '[{text}]'."),
+]
+ItemTextFlag = Annotated[
+    str | None,
+    typer.Option(help="generic: text of an item in a prompt, as in '{id} {title}'."),
 ]
 PromptFlag = Annotated[
-    Path | None, typer.Option(help="generic: Jinja file that writes the prompt of `history`.")
+    Path | None,
+    typer.Option(help="generic: Jinja file of the prompt; openonerec: JSON of its messages."),
 ]
 MaxHistoryFlag = Annotated[
     int | None, typer.Option(min=1, help="Items of a history in a prompt; default: the format.")

@@ -13,6 +13,7 @@ from recserve.core.slate_tree import SlateTree
 from recserve.kernels.item_graph import ItemGraph
 from recserve.kernels.trie.trie import Trie
 from recserve.models.inputs import NodeInputs
+from recserve.models.scoring import Scoring
 
 # Most tokens of one request of a body that gives many texts. A longer text is a request of its own.
 GROUP_TOKENS = 4096
@@ -89,6 +90,7 @@ class SlateQuery:
         explain: Whether the slate comes with the tree of its search. The slate is the same.
         log_probs: Whether the slate comes with the log-probabilities of its items.
         unwanted: Items whose dense scores are lowered, as far as there is a dense weight.
+        scoring: How `beam` scores items. None: as the model says.
     """
 
     prefix: Prefix
@@ -107,6 +109,7 @@ class SlateQuery:
     explain: bool = False
     log_probs: bool = False
     unwanted: LoweredItems | None = None
+    scoring: Scoring | None = None
 
     @property
     def width(self) -> int:

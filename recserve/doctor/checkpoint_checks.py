@@ -16,7 +16,7 @@ from recserve.doctor.finding import Finding
 from recserve.doctor.import_trial import try_import
 from recserve.doctor.map_checks import MappedCheckpoint, examine_map, published_figure
 from recserve.features.tables.items import read_items
-from recserve.formats.checkpoint_format import CheckpointFormat, ImportOptions
+from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault, ImportOptions
 from recserve.formats.conversion import check_folder, tokenizer_hint
 from recserve.formats.minionerec import MiniOneRec
 from recserve.formats.registry import open_format
@@ -86,11 +86,18 @@ def examine_checkpoint(
 def _read_map(chosen: CheckpointFormat, options: ImportOptions) -> MappedCheckpoint:
     """Reads items and ids. Raises ImportFault, or SchemaError for the file of items."""
     items, _ = read_items(options.items, columns=options.columns)
+    if chosen.read_texts(items.ids) is not None:
+        raise ImportFault(
+            "ids that are texts are not compared here; the import reads them, and compares the "
+            "tokens of prompts"
+        )
     codes = chosen.read_ids(items.ids)
     config, stored = read_folder(options.folder)
+    tokenizer = TextTokenizer.open(options.folder)
+    chosen.open_tokenizer(tokenizer)
     return MappedCheckpoint(
         chosen,
-        TextTokenizer.open(options.folder),
+        tokenizer,
         config,
         stored.itemsize,
         items.ids,

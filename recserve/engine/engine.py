@@ -22,7 +22,7 @@ from recserve.core.client import LOCAL, Client
 from recserve.core.errors import EngineStopped
 from recserve.core.futures import ResultFuture, wait_all
 from recserve.core.plugins import request_error
-from recserve.core.request import PrefixKeys, Request, Result
+from recserve.core.request import PrefixKeys, Request, Result, SlateQuery
 from recserve.core.sequence import Sequence
 from recserve.core.strategy import Strategy
 from recserve.engine.beam_search_graph import BeamSearchGraphs
@@ -32,10 +32,13 @@ from recserve.engine.request_queue import Cancellations, RequestQueue, model_and
 from recserve.engine.scheduler import Scheduler, StepLock
 from recserve.engine.stats import EngineStats
 from recserve.kernels.trie.trie import Trie
+from recserve.models.scoring import Scoring
+from recserve.search.strategies.beam import BeamStrategy
 from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 log = logging.getLogger(__name__)
+MOST_SCORINGS = 64  # strategies that are remembered, of scorings that requests have named
 
 
 class StepTimer:
@@ -80,6 +83,7 @@ class Engine:
         self.drafters: dict[str, Drafter] = {}
         self.selectable: tuple[str, ...] = ()
         self._strategies: dict[str, Strategy] = {}
+        self._scored: dict[Scoring, Strategy] = {}
         self.queue = RequestQueue(config.max_queue, config.queue_share, self.schedulers)
         self._changed = threading.Condition()
         self._stepping = StepLock()
@@ -379,8 +383,23 @@ class Engine:
                 raise ValueError(f"drafter is {name!r}; choose one of {sorted(self.drafters)}")
         elif name not in methods:
             raise ValueError(f"strategy is {name!r}; choose one of {self.selectable}")
+        method = methods[name]
+        if isinstance(request, SlateQuery) and request.scoring is not None:
+            method = self._with_scoring(request.scoring)
         future = self._cancelled.track(ResultFuture[Any]())
         sequence: Sequence = self.schedulers[model].sequence_of(
-            request, future, methods[name], model, client
+            request, future, method, model, client
         )
         return sequence
+
+    def _with_scoring(self, scoring: Scoring) -> Strategy:
+        """Returns beam search with a scoring. Requests with the same one step together."""
+        found = self._scored.get(scoring)
+        if found is None:
+            beam = self._strategies["beam"]
+            if not isinstance(beam, BeamStrategy):
+                raise ValueError("scoring: the strategy 'beam' of this engine has none to choose")
+            if len(self._scored) >= MOST_SCORINGS:
+                self._scored.pop(next(iter(self._scored)), None)
+            found = self._scored.setdefault(scoring, beam.with_scoring(scoring))
+        return found

@@ -60,6 +60,11 @@ def _check_slate(request: SlateQuery) -> None:
     if (unwanted := request.unwanted) is not None:
         check_ints("unwanted.rows", unwanted.rows, 0, request.trie.num_rows - 1)
         _check_size("unwanted.amounts", unwanted.amounts, unwanted.rows.size)
+    if request.scoring is not None:
+        if request.strategy != "beam":
+            raise ValueError(f"scoring: only strategy 'beam' has it, got {request.strategy!r}")
+        if request.scoring.length_penalty and request.dense_weight:
+            raise ValueError("scoring: a length_penalty needs dense_weight 0")
     for cap in request.caps:
         check_int("caps.limit", cap.limit, 1)
     if (shares := request.outcome) is not None:

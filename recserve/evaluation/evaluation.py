@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,9 +27,14 @@ from recserve.evaluation.untrained import UNTRAINED, SlateMaker, TrainingData
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.versions import first_version
 from recserve.features.tables.events import EventLog
+from recserve.models.imported_model import ImportedConfig
 from recserve.models.sasrec import SasRec, load_sasrec
+from recserve.models.scoring import Scoring
+from recserve.schemas.items import ScoringChoice
+from recserve.schemas.validation import converted
 from recserve.search.strategy import strategy_classes
 from recserve.service.auto_strategy import AutoSetting, read_auto
+from recserve.service.scoring import resolve_scoring
 from recserve.service.similar import (
     BY_LINKS,
     NO_LINKS,
@@ -54,6 +59,7 @@ class Evaluation:
         users: Number of evaluated users.
         width: Beam width.
         dense_weight: Weight of the dense head in the final ranking.
+        scoring: How items were scored; of imported recommenders, and where a scoring was named.
         columns: Metrics by column. Slates of `kept` may contain seen items; slates of `filtered`
             may not.
         intervals: 95 % interval of each metric, by column.
@@ -67,6 +73,7 @@ class Evaluation:
     users: int
     width: int
     dense_weight: float
+    scoring: dict[str, Any] | None
     columns: dict[str, dict[str, float]]
     intervals: dict[str, dict[str, Range]]
     seconds: float
@@ -74,11 +81,14 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result without the slates as a JSON-ready dictionary."""
-        shown = {name: value for name, value in vars(self).items() if name != "slates"}
+        left_out = {"slates", "scoring"} if self.scoring is None else {"slates"}
+        shown = {name: value for name, value in vars(self).items() if name not in left_out}
         return shown | {"interval_method": f"95 % {MEAN_METHOD}"}
 
     def __rich__(self) -> Table:
         title = f"{self.model}, {self.strategy}, {self.split}, {self.users} users"
+        if self.scoring is not None:
+            title += f", rule {self.scoring['rule']}"
         table = Table(title=title, title_justify="left")
         table.add_column("seen items")
         names = list(next(iter(self.columns.values())))
@@ -173,6 +183,7 @@ class EvaluationOptions:
         k: Cut-offs of the metrics, each between 1 and `width`.
         width: Beam width.
         dense_weight: Weight of the dense head; None takes the bundle's.
+        scoring: Another scoring of strategy `beam`, as in requests; None takes the model's.
         users: Size of a sample that is drawn with a fixed seed; None evaluates all users.
         device: Where the model runs.
         since: Time from which a held-out event is evaluated, as in the events; None evaluates all.
@@ -187,6 +198,7 @@ class EvaluationOptions:
     k: Sequence[int] = (5, 10)
     width: int = 50
     dense_weight: float | None = None
+    scoring: Mapping[str, Any] | None = None
     users: int | None = None
     device: torch.device | str = "cpu"
     since: int | None = None
@@ -199,6 +211,12 @@ class EvaluationOptions:
         )
         if self.strategy not in strategies:
             raise ValueError(f"strategy is {self.strategy!r}; choose one of {strategies}")
+        if self.scoring is not None:
+            converted(dict(self.scoring), ScoringChoice)
+            if self.strategy not in ("auto", "beam"):
+                raise ValueError(
+                    f"scoring: only strategy 'beam' can be scored otherwise, got {self.strategy!r}"
+                )
         if not self.k or min(self.k) < 1 or max(self.k) > self.width:
             raise ValueError(
                 f"k is {tuple(self.k)}; cut-offs lie between 1 and the beam width {self.width}"
@@ -289,8 +307,13 @@ def evaluate_recommender(
     """
     began = time.monotonic()
     cases, most, width, strategy = data.cases, max(options.k), options.width, options.strategy
-    weight = 0.0
+    weight, scoring = 0.0, None
     answers = BundleSlates.open(bundle, options.device)
+    config = answers.slates.model.config
+    used = config.scoring if isinstance(config, ImportedConfig) else None
+    if options.scoring is not None:
+        strategy = "beam"
+        used = scoring = resolve_scoring(converted(dict(options.scoring), ScoringChoice), config)
     if strategy == "auto":
         strategy = "beam" if answers.autoregressive else EXHAUSTIVE
         chosen = auto_of_bundle(bundle, answers) if options.dense_weight is None else {}
@@ -306,9 +329,9 @@ def evaluate_recommender(
 
         def slates(which: Ints, filtered: bool) -> Ints:
             way = answers.options(strategy, width, filtered, options.dense_weight)
-            return answers.slates(cases, which, most, way)
+            return answers.slates(cases, which, most, replace(way, scoring=scoring))
 
-    return _evaluate("recommender", strategy, weight, slates, data, options, began)
+    return _evaluate("recommender", strategy, weight, slates, data, options, began, used)
 
 
 def auto_of_bundle(bundle: Bundle, answers: BundleSlates) -> dict[str, AutoSetting]:
@@ -421,6 +444,7 @@ def _evaluate(
     data: EvaluationData,
     options: EvaluationOptions,
     began: float,
+    scoring: Scoring | None = None,
 ) -> Evaluation:
     """Makes the slates of both columns and measures them."""
     cases, columns, intervals, made = data.cases, {}, {}, {}
@@ -437,6 +461,7 @@ def _evaluate(
         users=len(cases),
         width=options.width,
         dense_weight=dense_weight,
+        scoring=None if scoring is None else asdict(scoring),
         columns=columns,
         intervals=intervals,
         seconds=time.monotonic() - began,

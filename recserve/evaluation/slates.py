@@ -19,6 +19,7 @@ from recserve.models.attention import DenseAttention
 from recserve.models.inputs import NodeInputs
 from recserve.models.prefix_template import PrefixTemplate
 from recserve.models.sasrec import SasRec
+from recserve.models.scoring import Scoring
 from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.search.strategy import Heads
 
@@ -36,6 +37,7 @@ class SlateOptions:
         strategy: Name of an engine strategy.
         graph: Graph of similar items for `rpg`; None scores all items.
         outcome: [O] mix of outcomes for `dense`; None means the retriever's own.
+        scoring: How `beam` scores items; None means as the model says.
     """
 
     width: int = 50
@@ -44,6 +46,7 @@ class SlateOptions:
     strategy: str = "beam"
     graph: ItemGraph | None = None
     outcome: NDArray[np.float64] | None = None
+    scoring: Scoring | None = None
 
 
 class Slates:
@@ -103,6 +106,7 @@ class Slates:
             graph=options.graph,
             index=self.index,
             outcome=options.outcome,
+            scoring=options.scoring,
         )
 
 

@@ -59,8 +59,8 @@ USES: dict[Use, UseFields] = {
     "recommend": UseFields(
         RecommendRequest,
         {},
-        ("strategy", "beam_width", "dense_weight", "outcome", "diversity"),
-        ("strategy", "beam_width", "dense_weight", "outcome"),
+        ("strategy", "beam_width", "dense_weight", "outcome", "diversity", "scoring"),
+        ("strategy", "beam_width", "dense_weight", "outcome", "scoring"),
         ("split", "paired", "shadow", "interleaved"),
     ),
     "rank": UseFields(

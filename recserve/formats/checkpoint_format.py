@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from recserve.core.plugins import Pluggable
+from recserve.features.tables.items import ItemTable
 from recserve.models.config import MAX_CODES, MAX_HISTORY
-from recserve.models.imported_model import MAX_LEVELS, Rule
+from recserve.models.imported_model import MAX_LEVELS
+from recserve.models.scoring import Rule
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 SharedIds = Literal["popular", "first", "all"]
@@ -38,12 +40,15 @@ class ImportOptions:
         out: Folder of the new bundle.
         format: Name of the format. None: `generic`, if `id_format` and `prompt` are given.
         ids: File with the id of each item.
-        id_format: Spelling of an id, such as `<a_{}><b_{}>`, for `generic`.
+        id_format: Spelling of an id, such as `<a_{}><b_{}>` or `[{text}]`, for `generic`.
+        item_text: Text of an item in a prompt, such as `{id} {title}`, for `generic`.
         prompt: Jinja file of the prompt, for `generic`.
         events: File of events, for histories, popularity and evaluation.
         shared_ids: Which of several items with one id are recommended.
         max_history: Most items of a history in a prompt. None: what the format says.
         rule: What the softmax of a level runs over. None: what the format says.
+        only_rule: Whether the head keeps the tokens of this rule alone, so that no request can ask
+            for `vocabulary`.
         columns: Names of columns in the files by our name.
     """
 
@@ -54,10 +59,12 @@ class ImportOptions:
     ids: Path | None = None
     id_format: str | None = None
     prompt: Path | None = None
+    item_text: str | None = None
     events: Path | None = None
     shared_ids: SharedIds = "popular"
     max_history: int | None = None
     rule: Rule | None = None
+    only_rule: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -147,12 +154,13 @@ class CheckpointFormat(Pluggable, ABC):
         original_beams: Beams of its own evaluation.
         lowers_beams: Whether that asks for fewer beams once memory ends.
         published: What its published figures are of.
-        spelling: How an id is spelled. Set by `read_ids` at the latest.
+        spelling: How an id is spelled. Set by `read_ids` at the latest. Ids that are texts have
+            none.
     """
 
     rule: ClassVar[Rule] = "children"
     length_penalty: ClassVar[float] = 0.0
-    max_history: ClassVar[int] = 50
+    max_history: int = 50
     original_mask: ClassVar[Literal["trie", "levels", "none"]] = "trie"
     original_beams: ClassVar[int] = 1
     lowers_beams: ClassVar[bool] = False
@@ -173,7 +181,11 @@ class CheckpointFormat(Pluggable, ABC):
             ImportFault: If it is missing, or `--id-format` or `--prompt` is given.
         """
         options = self.options
-        for flag, value in (("--id-format", options.id_format), ("--prompt", options.prompt)):
+        for flag, value in (
+            ("--id-format", options.id_format),
+            ("--prompt", options.prompt),
+            ("--item-text", options.item_text),
+        ):
             if value is not None:
                 raise ImportFault(
                     f"{flag} has no effect with format {self.name}, which has its own"
@@ -182,16 +194,45 @@ class CheckpointFormat(Pluggable, ABC):
             raise ImportFault(f"format {self.name} needs --ids, {what}")
         return options.ids
 
+    def read_texts(self, item_ids: Sequence[str]) -> list[str] | None:
+        """Returns the text of each item's id, if ids may have any number of tokens.
+
+        None: they have a token for each code, and `read_ids` is asked. Raises ImportFault.
+        """
+        return None
+
+    def item_texts(self, items: ItemTable, ids: Sequence[str]) -> list[str] | None:
+        """Returns the text of each item in a prompt; None if it is the id, whose codes are tokens.
+
+        Args:
+            items: The items.
+            ids: [I] texts of their ids.
+
+        Raises:
+            ImportFault: If an item lacks what its text needs.
+        """
+        return None
+
     @abstractmethod
     def read_ids(self, item_ids: Sequence[str]) -> np.ndarray:
         """Returns the codes [I, L] int64 of the items. Raises ImportFault."""
+
+    def priority(self, item_ids: Sequence[str]) -> np.ndarray | None:
+        """Returns [I] float32 which of several items with one id is `popular`, the largest first.
+
+        None: the number of events.
+        """
+        return None
+
+    def open_tokenizer(self, tokenizer: TextTokenizer) -> None:
+        """Takes what the format needs of the folder's tokeniser. Raises ImportFault."""
 
     @abstractmethod
     def prompt(self, history: Sequence[str]) -> Sequence[str]:
         """Returns the texts of a prompt, which are tokenised separately.
 
         Args:
-            history: [n] texts of the ids, oldest first.
+            history: [n] texts of the ids or of the items, oldest first.
 
         Raises:
             ImportFault: If there is no prompt of so many items.
@@ -205,5 +246,9 @@ class CheckpointFormat(Pluggable, ABC):
         return tokens
 
     def ending_tokens(self, tokenizer: TextTokenizer) -> tuple[int, ...]:
-        """Returns the tokens after an id that the original scores under the rule `vocabulary`."""
+        """Returns the tokens after an id that the original scores under the rule `vocabulary`.
+
+        Raises:
+            ImportFault: If this checkpoint has none. It is imported with another rule then.
+        """
         return ()

@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,18 @@ from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
 from recserve.files import new_folder
 from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault, ImportOptions
-from recserve.formats.prompts import compile_prompts
+from recserve.formats.prompts import compile_prompts, compile_text_prompts
 from recserve.formats.registry import open_format
 from recserve.models.config import MAX_CODES
-from recserve.models.imported_model import ImportedConfig, ImportedModel, save_imported
+from recserve.models.imported_model import (
+    MAX_LEVELS,
+    ImportedConfig,
+    ImportedModel,
+    save_imported,
+)
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model, read_json
+from recserve.models.scoring import Scoring
 from recserve.tokenizer.token_bytes import UnsupportedTokenizer
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -89,15 +97,31 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
             log(line)
         train = events.positive(EVENT_KINDS).leave_one_out().train
         popularity = train.popularity(len(items))
-    codes = chosen.read_ids(items.ids)
+    texts = chosen.read_texts(items.ids)
+    codes = None if texts is not None else chosen.read_ids(items.ids)
     try:
         tokenizer = TextTokenizer.open(options.folder)
     except UnsupportedTokenizer as error:
         raise ImportFault(f"{error}{tokenizer_hint(options.folder)}") from None
-    tokens = _code_tokens(chosen, tokenizer, items, codes)
+    chosen.open_tokenizer(tokenizer)
+    ended: int | None = None
+    if codes is None:
+        assert texts is not None
+        codes, tokens, ended = _text_tokens(tokenizer, items, texts)
+        slices = [""] * len(tokens)
+    else:
+        tokens = _code_tokens(chosen, tokenizer, items, codes)
+        slices = list(chosen.spelling.pieces)
+        texts = [chosen.spelling.spell(one) for one in codes.tolist()]
     rule = options.rule or chosen.rule
     most = options.max_history or chosen.max_history
-    ending = chosen.ending_tokens(tokenizer) if rule == "vocabulary" else ()
+    try:
+        ending = chosen.ending_tokens(tokenizer)
+    except ImportFault:
+        if rule == "vocabulary":
+            raise
+        ending = ()
+    whole = rule == "vocabulary" or not options.only_rule
     source = load_language_model(options.folder)
     _check_tokens(options.folder, source, tokens, ending)
 
@@ -106,10 +130,26 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
             tokenizer, chosen.prompt([chosen.spelling.spell(one) for one in history])
         )
 
-    prompts, used = compile_prompts(encode, tokens, most)
-    numbers = _number(chosen, tokens, ending, used, source.config.vocab_size, rule == "vocabulary")
+    parts = chosen.item_texts(items, texts)
+    own: list[list[int]] = []
+    if parts is None:
+        prompts, used = compile_prompts(encode, tokens, most)
+    else:
+        prompts, own = compile_text_prompts(
+            chosen.prompt,
+            partial(chosen.encode, tokenizer),
+            lambda text, first: tokenizer.encode(text, special=first),
+            parts,
+            most,
+        )
+        used = {token for one in (*own, *(p.tolist() for p in prompts)) for token in one}
+        used = {token for token in used if token >= 0}
+    size = source.config.vocab_size
+    numbers = _number(slices, tokens, ending, used, size, whole, ended is not None)
     codes = np.concatenate([codes, np.zeros((len(codes), len(ending)), np.int64)], 1)
     order = np.zeros_like(popularity) if options.shared_ids == "first" else popularity
+    if options.shared_ids == "popular" and (given := chosen.priority(items.ids)) is not None:
+        order = given
     index, _ = build_semantic_ids(items.ids, codes.astype(np.uint16), numbers.codebook_sizes, order)
     separate = (0,) * index.has_disambiguation
     config = ImportedConfig(
@@ -120,11 +160,22 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
         num_tokens=len(numbers.embedded),
         num_outputs=len(numbers.outputs),
         max_history_items=most,
-        normalization=rule,
+        scoring=Scoring(
+            rule,
+            end_tokens=rule == "vocabulary" and bool(ending),
+            length_penalty=chosen.length_penalty,
+        ),
+        num_end_levels=len(ending),
+        scores_vocabulary=whole,
         imported=chosen.name,
+        ended_code=ended,
+        item_texts=parts is not None,
     )
     model = _model(config, source, numbers)
-    packed, offsets = _renumber(prompts, numbers, len(chosen.spelling.pieces), config)
+    levels = 1 if config.item_texts else len(tokens)
+    packed, offsets = _renumber(prompts, numbers, levels, config)
+    arrays = {"tokens": packed, "offsets": offsets, "gaps": numbers.gaps}
+    arrays |= _item_tokens(own, numbers)
     with new_folder(out) as folder:
         bundle = Bundle.create(folder)
         vectors = np.zeros((len(items), 1), np.float32)  # nothing reads vectors of these items
@@ -135,7 +186,7 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
             pq.write_table(table, folder / names.EVENTS, compression="zstd")
         bundle.commit("build", _record(options, events))
         try:
-            save_imported(model, packed, offsets, numbers.gaps, folder / "recommender")
+            save_imported(model, arrays, folder / "recommender")
         except ValueError as error:
             raise ImportFault(f"{options.folder.name}: {error}") from None
         bundle.commit("recommender", {"imported": chosen.name, "rule": rule})
@@ -232,29 +283,76 @@ def _check_tokens(
         )
 
 
+def _text_tokens(
+    tokenizer: TextTokenizer, items: ItemTable, texts: Sequence[str]
+) -> tuple[np.ndarray, list[dict[int, int]], int | None]:
+    """Returns the codes of ids that are texts, the token of each code, and the code of ended ids.
+
+    All levels have the same codes: the tokens that any id has. The last one is that of ended ids,
+    if ids have different lengths.
+
+    Raises:
+        ImportFault: If an id is too long, or the beginning of another one.
+    """
+    found = [tokenizer.encode(text, special=False) for text in texts]
+    longest = max(len(one) for one in found)
+    for row, one in enumerate(found):
+        if not 1 <= len(one) < MAX_LEVELS:
+            raise ImportFault(
+                f"item {items.ids[row][:80]!r}: its id {texts[row][:80]!r} has {len(one)} tokens; "
+                f"expected 1 to {MAX_LEVELS - 1}"
+            )
+    by_tokens = sorted((tuple(one), row) for row, one in enumerate(found))
+    for (short, row), (other, row_of_other) in pairwise(by_tokens):
+        if len(short) < len(other) and other[: len(short)] == short:
+            raise ImportFault(
+                f"the id {texts[row][:80]!r} of item {items.ids[row][:80]!r} is the beginning of "
+                f"{texts[row_of_other][:80]!r}; give --id-format an end, such as [{{text}}]"
+            )
+    used = sorted({token for one in found for token in one})
+    if len(used) >= MAX_CODES:
+        raise ImportFault(f"the ids have {len(used)} different tokens; expected below {MAX_CODES}")
+    code_of = {token: code for code, token in enumerate(used)}
+    codes = np.full((len(found), longest), len(used), np.int64)
+    for row, one in enumerate(found):
+        codes[row, : len(one)] = [code_of[token] for token in one]
+    ended = len(used) if min(len(one) for one in found) < longest else None
+    return codes, [dict(enumerate(used))] * longest, ended
+
+
+def _item_tokens(own: Sequence[Sequence[int]], numbers: TokenMap) -> dict[str, np.ndarray]:
+    """Returns the packed tokens of each item's text in the new numbers, and their offsets."""
+    new = _new_numbers(numbers)
+    tokens = np.array([new[token] for one in own for token in one], np.int32)
+    offsets = np.cumsum([0, *(len(one) for one in own)]).astype(np.int64)
+    return {"item_tokens": tokens, "item_offsets": offsets}
+
+
 def _number(
-    chosen: CheckpointFormat,
+    slices: Sequence[str],
     tokens: list[dict[int, int]],
     ending: Sequence[int],
     used: set[int],
     vocab_size: int,
     whole: bool,
+    ends: bool,
 ) -> TokenMap:
     """Numbers the tokens: the levels first, then the others.
 
     Args:
-        chosen: The format.
+        slices: Name of the slice of each level. Levels of one name have the same tokens.
         tokens: The token of each code of each level.
         ending: Tokens after an id that are scored, each a level of one code.
         used: Tokens of prompts.
         vocab_size: Rows of the checkpoint's embedding.
         whole: Whether the head has all tokens.
+        ends: Whether each level has one more code, without a token, of ids that have ended.
     """
     rows: list[int] = []
     starts: dict[str, int] = {}
     sizes, offsets = list[int](), list[int]()
     for level, known in enumerate(tokens):
-        piece, size = chosen.spelling.pieces[level], max(known) + 1
+        piece, size = slices[level], max(known) + 1 + ends
         if piece not in starts:
             starts[piece] = len(rows)
             rows += [known.get(code, -1) for code in range(size)]
@@ -301,13 +399,19 @@ def _renumber(
 
     A reference counts the levels with tokens, of which an ending adds some.
     """
-    new = {token: row for row, token in reversed(list(enumerate(numbers.embedded.tolist())))}
+    new = _new_numbers(numbers)
     packed = np.concatenate(list(prompts))
     places, level = np.divmod(-1 - np.minimum(packed, -1), levels)
-    references = -1 - (places * config.num_token_levels + level)
+    scale = 1 if config.item_texts else config.num_token_levels
+    references = -1 - (places * scale + level)
     tokens = [new[token] if token >= 0 else 0 for token in packed.tolist()]
     packed = np.where(packed < 0, references, np.array(tokens)).astype(np.int32)
     return packed, np.cumsum([0, *(len(prompt) for prompt in prompts)]).astype(np.int64)
+
+
+def _new_numbers(numbers: TokenMap) -> dict[int, int]:
+    """Returns the first new number of each token of the checkpoint."""
+    return {token: row for row, token in reversed(list(enumerate(numbers.embedded.tolist())))}
 
 
 def _record(options: ImportOptions, events: EventLog | None) -> dict[str, Any]:
@@ -343,7 +447,7 @@ def _lines(
         )
     return [
         *lines,
-        f"{index.num_items} items, format {chosen.name}, rule {config.normalization}, up to "
+        f"{index.num_items} items, format {chosen.name}, rule {config.scoring.rule}, up to "
         f"{config.max_history_items} items in a prompt",
         f"bundle in {options.out}, {seconds:.1f} s",
     ]

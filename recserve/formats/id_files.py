@@ -78,6 +78,32 @@ def match_ids(
     return codes
 
 
+def read_texts(path: Path, item_ids: Sequence[str]) -> list[str]:
+    """Returns the text of each item's id, of a JSON object or a table as in `read_ids`.
+
+    A list of texts is joined by `, `.
+
+    Raises:
+        ImportFault: If the file cannot be read, or an item has no text.
+    """
+    try:
+        found = _object(path) if path.suffix.lower() == ".json" else _table(path)
+    except (UnreadableFile, SchemaError) as error:
+        raise ImportFault(str(error)) from error
+    texts: list[str] = []
+    for item_id in item_ids:
+        value = found.get(item_id)
+        if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+            value = ", ".join(value)
+        if not isinstance(value, str) or not value:
+            raise ImportFault(
+                f"{path}: item {item_id[:80]!r} has the id {value!r:.80}; expected a text or "
+                "a list of texts"
+            )
+        texts.append(value)
+    return texts
+
+
 def read_index(
     path: Path, item_ids: Sequence[str], found: dict[str, Any] | None = None
 ) -> tuple[IdSpelling, np.ndarray]:

@@ -2,8 +2,8 @@
 
 A Llama with tokens `<a_i><b_j>...`, and a map NAME.index.json of such tokens by item number. The
 prompt is number 0 of the 17 of its test. Ids that no item has are never found here; the original
-allows each token of a level after any other. Its scores are these divided by the number of tokens,
-which is the same for all ids.
+allows each token of a level after any other. Its scores are sums divided by the number of scored
+tokens, the end token included, as transformers does from version 4.50 on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class LcRec(CheckpointFormat):
 
     name = "lc-rec"
     rule = "vocabulary"
+    length_penalty = 1.0
     max_history = 20
     original_mask = "levels"
     original_beams = 20

@@ -10,9 +10,10 @@ from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault, Im
 from recserve.formats.generic import Generic
 from recserve.formats.lc_rec import LcRec
 from recserve.formats.minionerec import MiniOneRec
+from recserve.formats.openonerec import OpenOneRec
 
 ENTRY_POINTS = "recserve.formats"
-BUILT_IN: tuple[type[CheckpointFormat], ...] = (Generic, MiniOneRec, LcRec)
+BUILT_IN: tuple[type[CheckpointFormat], ...] = (Generic, MiniOneRec, LcRec, OpenOneRec)
 
 
 @cache

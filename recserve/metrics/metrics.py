@@ -26,6 +26,7 @@ SWAP_RESULTS = ("loaded", "refused")
 # Codes of `degraded` in answers.
 DEGRADED = (
     *("cold_start", "hurried", "history_unavailable", "history_damaged", "fewer_than_k"),
+    "length_penalty",
     *("unknown_history_items", "unknown_excluded_items", "unknown_filter_values", "no_model_items"),
     *("seen_within_s_ignored", "duplicate_candidates", "shown_at_ignored", "features_ignored"),
     *("at_least_unmet", "no_recommender", "deadline_passed", "shown_unavailable"),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from recserve.models.scoring import Scoring
+
 # Largest sizes of a decoder. Larger ones would fail in an allocation, if not before.
 MOST = {
     "hidden_size": 1 << 24,
@@ -187,6 +189,26 @@ class RecommenderConfig:
     def num_token_levels(self) -> int:
         """Levels whose codes are tokens: all."""
         return len(self.codebook_sizes)
+
+    @property
+    def scoring(self) -> Scoring:
+        """How items are scored unless a request says otherwise."""
+        return Scoring(self.normalization)
+
+    @property
+    def num_end_levels(self) -> int:
+        """0: nothing follows an id."""
+        return 0
+
+    @property
+    def ended_code(self) -> None:
+        """None: all ids have the same length."""
+        return None
+
+    @property
+    def scores_vocabulary(self) -> bool:
+        """True: the head has all tokens."""
+        return True
 
     @property
     def num_code_tokens(self) -> int:

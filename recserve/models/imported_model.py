@@ -15,10 +15,9 @@ codes of its items. So a server needs no tokeniser and no template.
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -36,12 +35,14 @@ from recserve.models.decoder import Decoder
 from recserve.models.packing import PackedLinear, pack_weights, packable
 from recserve.models.prefix_template import CodeTable, Ints
 from recserve.models.recommender import Recommender, is_imported, load_recommender
+from recserve.models.scoring import Rule, Scoring
 from recserve.models.weight_check import check_weights
 from recserve.models.write_tensors import write_tensors
 
 PROMPT = "prompt.safetensors"
+PROMPT_ARRAYS = ("tokens", "offsets", "gaps", "item_tokens", "item_offsets")
 MAX_LEVELS = 64
-Rule = Literal["children", "level", "vocabulary"]
+GAP = -1e30  # logit of what is no token: its probability is 0, and a softmax over it alone is 1
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ class ImportedConfig:
         num_tokens: Rows of the embedding.
         num_outputs: Rows of the head.
         max_history_items: Most items of a history in a prompt.
-        normalization: What the softmax of a level runs over: the valid codes, all codes of the
-            level, or all tokens.
+        scoring: How items are scored unless a request says otherwise.
+        num_end_levels: How many of the last token levels hold tokens after an id.
+        scores_vocabulary: Whether the head has all tokens of the checkpoint.
         imported: Name of the format that it was imported from.
+        item_texts: Whether the items of a prompt are texts of any length, with titles for example,
+            in place of the codes of their ids.
+        ended_code: Code of all levels after the end of an id that is shorter than others. None: all
+            ids have the same length.
 
     Raises:
         ValueError: If a value does not fit; the message names the field.
@@ -72,8 +78,12 @@ class ImportedConfig:
     num_tokens: int
     num_outputs: int
     max_history_items: int
-    normalization: Rule
+    scoring: Scoring
+    num_end_levels: int
+    scores_vocabulary: bool
     imported: str
+    item_texts: bool = False
+    ended_code: int | None = None
 
     def __post_init__(self) -> None:
         sizes = self.codebook_sizes
@@ -100,6 +110,22 @@ class ImportedConfig:
             raise ValueError(
                 f"max_history_items is {self.max_history_items}; expected 1..{MAX_HISTORY}"
             )
+        if not 0 <= self.num_end_levels < self.num_token_levels:
+            raise ValueError(
+                f"num_end_levels is {self.num_end_levels}; expected 0 to below num_token_levels = "
+                f"{self.num_token_levels}"
+            )
+        if self.ended_code is not None and not 0 <= self.ended_code < min(
+            sizes[1 : self.num_token_levels], default=0
+        ):
+            raise ValueError(f"ended_code is {self.ended_code}; expected a code of all levels")
+        if self.scoring.rule == "vocabulary" and not self.scores_vocabulary:
+            raise ValueError("scoring.rule is 'vocabulary' and the head has other tokens alone")
+
+    @property
+    def normalization(self) -> Rule:
+        """What the softmax of a level runs over."""
+        return self.scoring.rule
 
     @property
     def autoregressive(self) -> bool:
@@ -131,14 +157,24 @@ class ImportedTemplate:
     grows = False
     block = 1
 
-    def __init__(self, config: ImportedConfig, tokens: np.ndarray, offsets: np.ndarray) -> None:
+    def __init__(
+        self,
+        config: ImportedConfig,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        item_tokens: np.ndarray,
+        item_offsets: np.ndarray,
+    ) -> None:
         """Binds the prompts.
 
         Args:
             config: The model's configuration.
             tokens: [T] packed prompts. A number below 0 is a reference: -1 - (i * L + l) stands for
-                the code of level l of item i, where L is `num_token_levels`.
+                the code of level l of item i, where L is `num_token_levels`. With `item_texts`,
+                -1 - i stands for the text of item i.
             offsets: [max_items + 2] start of the prompt of 0, 1, ... items.
+            item_tokens: Packed tokens of the items' texts; none without `item_texts`.
+            item_offsets: [I + 1] start of each; [1] without `item_texts`.
 
         Raises:
             ValueError: If they do not fit each other or the configuration.
@@ -153,13 +189,22 @@ class ImportedTemplate:
         sizes = np.diff(offsets)
         if int(offsets[0]) or int(offsets[-1]) != tokens.size or int(sizes.min()) < 1:
             raise ValueError("offsets of prompts do not divide them into parts of a token or more")
-        longest = int(sizes.max()) + len(config.codebook_sizes)
+        texts = np.diff(item_offsets)
+        if int(item_offsets[-1]) != item_tokens.size or int(texts.min(initial=1)) < 1:
+            raise ValueError("item_offsets do not divide item_tokens into parts of a token or more")
+        if item_tokens.size and not 0 <= item_tokens.min() <= item_tokens.max() < config.num_tokens:
+            raise ValueError("item_tokens hold a token that is out of range")
+        self._texts = (item_tokens.astype(np.int64), item_offsets) if config.item_texts else None
+        lengths = np.where(tokens < 0, texts.max(initial=1), 1)
+        whole = np.add.reduceat(lengths, offsets[:-1])
+        longest = int(whole.max()) + len(config.codebook_sizes)
         if longest > config.decoder.max_positions:
             raise ValueError(
                 f"a prompt and an id have {longest} tokens; the model has "
                 f"{config.decoder.max_positions} positions"
             )
-        limits = np.repeat(-levels * np.arange(self.max_items + 1), sizes)
+        scale = 1 if config.item_texts else levels
+        limits = np.repeat(-scale * np.arange(self.max_items + 1), sizes)
         if (tokens < limits).any() or int(tokens.max(initial=0)) >= config.num_tokens:
             raise ValueError("prompts hold a token or a reference that is out of range")
         self._tokens = tokens.astype(np.int64)
@@ -178,11 +223,24 @@ class ImportedTemplate:
                 f"{len(codes)}"
             )
         prompt = self._tokens[self._starts[count] : self._starts[count + 1]].copy()
+        if count and self._texts is not None:
+            return self._with_texts(prompt, rows)
         if count:
             own = (codes[rows][:, : self._levels] + self._offsets).ravel()
             references = prompt < 0
             prompt[references] = own[-1 - prompt[references]]
         return prompt
+
+    def _with_texts(self, prompt: Ints, rows: np.ndarray) -> Ints:
+        """Returns a prompt with the texts of its items."""
+        assert self._texts is not None
+        tokens, starts = self._texts
+        parts, done = list[Ints](), 0
+        for at in np.flatnonzero(prompt < 0).tolist():
+            row = int(rows[-1 - int(prompt[at])])
+            parts += [prompt[done:at], tokens[starts[row] : starts[row + 1]]]
+            done = at + 1
+        return np.concatenate([*parts, prompt[done:]])
 
 
 class ImportedModel(nn.Module):
@@ -216,13 +274,18 @@ class ImportedModel(nn.Module):
         assert self._template is not None, "no prompts are bound"
         return self._template
 
-    def bind_prompts(self, tokens: np.ndarray, offsets: np.ndarray, gaps: np.ndarray) -> None:
-        """Binds prompts, and the rows of the head that are no token, [n] ascending.
+    def bind_prompts(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Binds prompts.
+
+        Args:
+            arrays: `tokens`, `offsets`, `item_tokens` and `item_offsets` of `ImportedTemplate`, and
+                `gaps`: [n] the rows of the head that are no token, ascending.
 
         Raises:
             ValueError: If they do not fit the configuration.
         """
-        self._template = ImportedTemplate(self.config, tokens, offsets)
+        prompts = {name: array for name, array in arrays.items() if name != "gaps"}
+        self._template, gaps = ImportedTemplate(self.config, **prompts), arrays["gaps"]
         inside = gaps.ndim == 1 and gaps.dtype.kind == "i"
         if not inside or (gaps.size and not 0 <= gaps.min() <= gaps.max() < self.head.out_features):
             raise ValueError(f"gaps are {gaps.dtype} {gaps.shape}; expected rows of the head")
@@ -248,23 +311,23 @@ class ImportedModel(nn.Module):
     def level_logits(self, hidden: Tensor, level: int) -> Tensor:
         """Returns raw logits [n, C_level] of one level's codes. hidden: [n, E].
 
-        A gap has a logit of -inf if the softmax runs over all codes of the level.
+        Gaps have logits of GAP.
         """
         packed = self._packed_levels
         logits: Tensor = (
             F.linear(hidden, self.level_codes(level)) if packed is None else packed[level](hidden)
         )
-        if self.config.normalization != "level" or not self.gaps.numel():
+        if not self.gaps.numel() or level >= self.config.num_token_levels:
             return logits
         start = self.config.level_offsets[level]
         inside = (self.gaps >= start) & (self.gaps < start + logits.shape[1])
-        return logits.index_fill(1, self.gaps[inside] - start, -math.inf)
+        return logits.index_fill(1, self.gaps[inside] - start, GAP)
 
     def full_logits(self, hidden: Tensor) -> Tensor:
-        """Returns raw logits [n, V] of all tokens, -inf at gaps. hidden: [n, E]."""
+        """Returns raw logits [n, V] of all tokens, GAP at gaps. hidden: [n, E]."""
         head = self.head if self._packed_head is None else self._packed_head
         logits: Tensor = head(hidden)
-        return logits.index_fill(1, self.gaps, -math.inf) if self.gaps.numel() else logits
+        return logits.index_fill(1, self.gaps, GAP) if self.gaps.numel() else logits
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -292,24 +355,17 @@ class ImportedModel(nn.Module):
         return LevelCodes.of(self.level_codes(level), panels)
 
 
-def save_imported(
-    model: ImportedModel,
-    tokens: np.ndarray,
-    offsets: np.ndarray,
-    gaps: np.ndarray,
-    directory: Path,
-) -> None:
+def save_imported(model: ImportedModel, arrays: Mapping[str, np.ndarray], directory: Path) -> None:
     """Writes `config.json`, `model.safetensors` and the prompts.
 
     Args:
         model: The model.
-        tokens, offsets, gaps: As in `ImportedModel.bind_prompts`, which checks them.
+        arrays: As in `ImportedModel.bind_prompts`, which checks them.
         directory: The folder.
     """
-    model.bind_prompts(tokens, offsets, gaps)
+    model.bind_prompts(arrays)
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(model.state_dict(), directory / "model.safetensors")
-    arrays = {"tokens": tokens, "offsets": offsets, "gaps": gaps}
     with whole_file(directory / PROMPT) as new:
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, new)
     text = json.dumps(asdict(model.config), indent=2)
@@ -329,9 +385,8 @@ def load_imported(directory: Path, device: torch.device | str = "cpu") -> Import
         model = ImportedModel(config)
     model.load_state_dict(weights, assign=True)
     model.gaps = torch.empty(0, dtype=torch.int64)
-    prompts = read_arrays(directory / PROMPT, ("tokens", "offsets", "gaps"))
     try:
-        model.bind_prompts(prompts["tokens"], prompts["offsets"], prompts["gaps"])
+        model.bind_prompts(read_arrays(directory / PROMPT, PROMPT_ARRAYS))
     except ValueError as error:
         raise UnreadableFile(f"{directory / PROMPT}: {error}") from error
     return model.requires_grad_(False).to(device).eval()

@@ -8,7 +8,7 @@ logits of codes, and its `PrefixTemplate`. The other strategies and the live cat
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from recserve.kernels.trie.native import NativeDescent
 from recserve.models.history_bonus import HistoryBonus
 from recserve.models.level_heads import LevelTables
 from recserve.models.prefix_template import PrefixTemplate
+from recserve.models.scoring import Rule, Scoring
 
 
 class DecoderSizes(Protocol):
@@ -71,7 +72,7 @@ class SemanticIdConfig(Protocol):
         ...
 
     @property
-    def normalization(self) -> Literal["children", "level", "vocabulary"]:
+    def normalization(self) -> Rule:
         """Whether the softmax of a level is over its valid codes, all its codes, or all tokens."""
         ...
 
@@ -82,6 +83,29 @@ class SemanticIdConfig(Protocol):
         One more level only separates items that share all codes above it. Each of them has the
         score of these codes, or an equal share of it if levels are normalised over valid codes.
         """
+        ...
+
+    @property
+    def scoring(self) -> Scoring:
+        """How items are scored unless a request says otherwise. Its rule is `normalization`."""
+        ...
+
+    @property
+    def num_end_levels(self) -> int:
+        """How many of the last token levels hold what the original generates after each id."""
+        ...
+
+    @property
+    def ended_code(self) -> int | None:
+        """Code of all levels after the end of an id that is shorter than others, which is certain.
+
+        No id is the beginning of another one. None: all ids have the same length.
+        """
+        ...
+
+    @property
+    def scores_vocabulary(self) -> bool:
+        """Whether `full_logits` has all tokens of the model."""
         ...
 
     @property

@@ -58,6 +58,7 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         diversity: Caps and quotas of `recommend`, as JSON text.
         exclude_shown: Leaves out of `recommend` what a user was shown, as JSON text.
         discount_shown: Lowers in `recommend` what a user was shown, as JSON text.
+        scoring: Scoring rule of `recommend`, as JSON text.
         on_deadline: What answers a `recommend` whose deadline passes: `error`, `popular`, `latest`.
         scorer: Scorer of `rank`.
         timeout_ms: Deadline of the whole request.
@@ -74,6 +75,7 @@ class InferParameters(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     diversity: JsonText | None = None
     exclude_shown: JsonText | None = None
     discount_shown: JsonText | None = None
+    scoring: JsonText | None = None
     on_deadline: OnDeadline = "error"
     scorer: Name | None = None
     timeout_ms: TimeoutMs | None = None

@@ -244,6 +244,23 @@ class Diversity(StrictStruct, frozen=True, kw_only=True):
         return self.at_least or []
 
 
+class ScoringChoice(StrictStruct, frozen=True, kw_only=True):
+    """How the score of an item follows from the model. What is absent is as in the checkpoint.
+
+    Attributes:
+        rule: What the softmax of a code runs over: the valid `children`, all codes of the `level`,
+            or all tokens of the `vocabulary`.
+        temperature: Divides the logits before the softmax.
+        end_tokens: Whether the tokens after an id count, under `vocabulary`.
+        length_penalty: Power of the number of scored tokens that divides the sum; 0 divides by 1.
+    """
+
+    rule: Literal["children", "level", "vocabulary"] | None = None
+    temperature: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    end_tokens: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=0, le=10)] | None = None
+
+
 class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     """POST /v1/recommend. Either `user` or `history` is required.
 
@@ -264,6 +281,7 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
         discount_shown: Lowers the scores of what the user was shown without a click.
         shown_ids: Items that the client has shown to the user since its last request. They are
             recorded, and count for this request.
+        scoring: Another scoring rule than that of the model, for strategy `beam`.
         min_catalog_version: Version of the catalogue that the answer must contain, such as that of
             the answer to a change. A server behind waits for it until the deadline.
     """
@@ -286,6 +304,7 @@ class RecommendRequest(StrictStruct, frozen=True, kw_only=True):
     timeout_ms: TimeoutMs | None = None
     request_id: RequestId | None = None
     explain: bool = False
+    scoring: ScoringChoice | None = None
     min_catalog_version: VersionText | None = None
 
 
@@ -491,18 +510,30 @@ class LoggedItem(RecommendedItem, frozen=True, kw_only=True, gc=False):
     log_prob: float | None
 
 
+class UsedScoring(Struct, frozen=True, kw_only=True):
+    """How the scores of an answer follow from the model. See ScoringChoice."""
+
+    rule: Literal["children", "level", "vocabulary"]
+    temperature: float
+    end_tokens: bool
+    length_penalty: float
+
+
 class RecommendResponse(Envelope, frozen=True, kw_only=True):
     """A slate of items, best first.
 
     Attributes:
         dense_weight: Weight of the dense head in the scores; only of strategies that use it, and
             of recommenders that have one.
+        scoring: How the scores follow from the model; of imported recommenders, and of requests
+            that name a scoring.
         filter_hints: Values of the filters that no item has, at most five, each with its field and
             a similar value. Only with `unknown_filter_values` in `degraded`.
     """
 
     items: list[RecommendedItem]
     dense_weight: float | UnsetType = UNSET
+    scoring: UsedScoring | UnsetType = UNSET
     filter_hints: list[str] | UnsetType = UNSET
     explanation: Explanation | UnsetType = UNSET
 

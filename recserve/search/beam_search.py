@@ -31,6 +31,13 @@ threshold, and drop any paths that are not above it. Above the threshold the sea
 what full beam search finds: a child above it has a parent above it, and a path that is not above
 it displaces nothing above it. So if k found items are above the threshold, they are the k best.
 
+For which scorings the theorem holds: for every rule and temperature, because log-probabilities stay
+at most 0, and with the tokens after an id, which only add more of them. An id that has ended waits:
+its next codes are certain and add 0. It also holds if all scores are divided by the same number.
+It does NOT hold for scores divided by a power of lengths that differ: a path may score less than an
+item below it. The search then goes by the sums, without thresholds, and the divided scores order
+what it found. Such a slate is `exact` only if the search has found every item that it allows.
+
 The proof of a draft: the threshold is the best path that was left out for lack of a state. The
 slate is proven if its k-th item is above it. Otherwise only the paths left out that reach the
 k-th item can change the slate.

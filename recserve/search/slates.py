@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from recserve.core.allowed import AllowedItems
 from recserve.core.diversity import first_k, still_open
@@ -23,7 +24,9 @@ from recserve.kernels.trie.level_search import DEAD
 from recserve.search.beam_search import BeamSearch
 
 
-def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFinite]:
+def slates(
+    search: BeamSearch, exact: bool, divisors: Tensor | None = None, by_sum: bool = True
+) -> list[Slate | Continuation | NotFinite]:
     """Returns the k best items of each request under its caps, best first, ties in item-row order.
 
     A request with fewer live beams than its width has found all items that it allows. A request
@@ -32,6 +35,10 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
     Args:
         search: A finished search. Its dense candidates have log-probabilities.
         exact: Whether all scores are the target's own.
+        divisors: [B, W] what divides the score of each beam. None: 1. There are no dense candidates
+            then.
+        by_sum: Whether the divided scores are in the order of the sums. If not, a slate is exact
+            only if the search has found all items that it allows.
     """
     beams = search.beams
     rows, scores = search.trie.items_of_leaves(beams.nodes), beams.log_probs
@@ -42,6 +49,8 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
             [scores] if scored is None or scored.log_probs is None else [scores, scored.log_probs]
         )
         log_probs = torch.cat(parts, dim=1).cpu().numpy()
+    if divisors is not None:
+        scores = scores / divisors
     if (candidates := search.dense_candidates) is not None:
         rows, alive = rows.long(), beams.alive()
         scores = scores + candidates.weights * candidates.dense.gather(1, rows)
@@ -73,7 +82,7 @@ def slates(search: BeamSearch, exact: bool) -> list[Slate | Continuation | NotFi
                 sequence,
                 *found,
                 complete=bool(num_alive[b] < width),
-                exact=exact,
+                exact=exact and (by_sum or bool(num_alive[b] < width)),
                 log_probs=None if log_probs is None else log_probs[b, places],
             )
         )

@@ -149,12 +149,15 @@ def level_scores(
         zeros = hidden.new_zeros(hidden.shape[0], model.config.codebook_sizes[level] + 1).float()
         return zeros[:, 1:], zeros[:, 0]
     if model.config.normalization == "level":
-        logits = model.level_logits(hidden, level).float()
-        return logits, logits.logsumexp(-1)
-    logits = model.full_logits(hidden).float()
-    start = model.config.level_offsets[level]
-    own = logits[:, start : start + model.config.codebook_sizes[level]]
-    return own, logits.logsumexp(-1)
+        own = logits = model.level_logits(hidden, level).float()
+    else:
+        logits = model.full_logits(hidden).float()
+        start = model.config.level_offsets[level]
+        own = logits[:, start : start + model.config.codebook_sizes[level]]
+    normalizers, ended = logits.logsumexp(-1), model.config.ended_code
+    if ended is not None:  # an id that has ended stays as it is
+        own = own.index_copy(1, torch.tensor([ended], device=own.device), normalizers[:, None])
+    return own, normalizers
 
 
 def level_log_probs(
@@ -177,7 +180,8 @@ def level_log_probs(
         logits = F.pad(logits.masked_fill(~valid, DEAD), (0, -codes.shape[1] % LANES), value=DEAD)
         return logits.log_softmax(-1)[:, : codes.shape[1]]
     config = model.config
-    if config.normalization == "level" or level >= config.num_token_levels:
+    special = level >= config.num_token_levels or config.ended_code is not None
+    if config.normalization == "level" or special:
         scores, normalizers = level_scores(model, hidden, level)
         assert normalizers is not None
         return scores.gather(1, codes) - normalizers[:, None]

@@ -74,6 +74,7 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
         "diversity": json_text("parameters.diversity", given.diversity),
         "exclude_shown": json_text("parameters.exclude_shown", given.exclude_shown),
         "discount_shown": json_text("parameters.discount_shown", given.discount_shown),
+        "scoring": json_text("parameters.scoring", given.scoring),
         "on_deadline": given.on_deadline,
     }
     if given.strategy is not None:
@@ -121,7 +122,11 @@ def slate_tensors(
     }
     tensors = [_pad(n, t, rows, width, pad) for n, (t, rows, pad) in columns.items()]
     items = [a.items for a in answers]
-    return [*tensors, *_field_tensors(requests[0].fields, items, width), *_envelope(answers)]
+    named = [*_field_tensors(requests[0].fields, items, width), *_envelope(answers)]
+    if any(answer.scoring is not UNSET for answer in answers):
+        texts = ["" if a.scoring is UNSET else ENCODER.encode(a.scoring).decode() for a in answers]
+        named.append(OutputTensor(name="scoring", shape=[len(texts)], datatype="BYTES", data=texts))
+    return [*tensors, *named]
 
 
 def ranking_tensors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
@@ -60,7 +61,11 @@ def model_fields(models: EngineModels, strategies: tuple[str, ...]) -> dict[str,
         facts["recommender"] = {"parameters": count, "strategies": list(strategies)}
         if isinstance(models.recommender, ImportedModel):
             config = models.recommender.config
-            facts["recommender"] |= {"imported": config.imported, "rule": config.normalization}
+            facts["recommender"] |= {
+                "imported": config.imported,
+                "rule": config.scoring.rule,
+                "scoring": asdict(config.scoring),
+            }
         if models.heads.retriever is not None:
             facts["recommender"]["outcomes"] = list(models.heads.retriever.config.outcomes)
     if models.ranker is not None:

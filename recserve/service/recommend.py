@@ -18,6 +18,8 @@ from recserve.core.request import LoweredItems, Slate, SlateQuery
 from recserve.engine.engine import Engine
 from recserve.features.catalog.filters import FilterError
 from recserve.features.history.history import CorruptHistory, StoreUnavailable
+from recserve.models.imported_model import ImportedConfig
+from recserve.models.scoring import Scoring
 from recserve.schemas.explanation import Explanation
 from recserve.schemas.items import (
     MAX_K,
@@ -30,9 +32,12 @@ from recserve.schemas.items import (
     RecommendRequest,
     RecommendResponse,
     ScoreParts,
+    ScoringChoice,
     UnsupportedField,
+    UsedScoring,
     not_offered,
 )
+from recserve.schemas.validation import converted, json_text
 from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import ITEM_ID, Envelope
 from recserve.service.auto_strategy import (
@@ -58,6 +63,7 @@ from recserve.service.pending import (
     submit_prepared,
 )
 from recserve.service.prefixes import RecommenderPrefixBuilder
+from recserve.service.scoring import resolve_scoring, used_scoring
 from recserve.service.shown import Showings, showing_key
 from recserve.service.similar import (
     BOTH,
@@ -130,6 +136,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         self._envelope = envelope
         self._similarity = similarity
         self._negative_weight = negative_weight
+        self._imported = prefixes is not None and isinstance(prefixes.config, ImportedConfig)
 
     def check_model(self) -> None:
         """Raises UnknownModel if the bundle holds no recommender."""
@@ -138,6 +145,15 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 "this bundle holds no recommender; train one with recserve train recommender "
                 f"--bundle BUNDLE, or ask for strategy {', '.join(LISTS)} or {BOTH}"
             )
+
+    def check_scoring(self, text: str | None) -> bool:
+        """Returns whether slates say how they were scored. See `Service.check_scoring`."""
+        if text is not None:
+            choice = converted(json_text("scoring", text), ScoringChoice)
+            self.check_model()
+            assert self.prefixes is not None
+            resolve_scoring(choice, self.prefixes.config)
+        return text is not None or self._imported
 
     def begin_all(
         self,
@@ -183,6 +199,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             history=[] if unread else body.history,
             exclude_shown=None,
             discount_shown=None,
+            scoring=None,
         )
         pending = self.begin(listed, request_id)
         reasons = [*["history_unavailable"] * unread, *["shown_unavailable"] * unknown]
@@ -222,7 +239,8 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
                 results = builder.join_lowered(results)
             slate, strategy = (results[0], plan.strategy) if results else (None, builder.list_name)
             if slate is not None:
-                self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
+                if plan.scoring is None:
+                    self.chooser.record(strategy, plan.width, slate.timing.total_ms / 1e3)
                 if body.strategy == AUTO and strategy == SPECULATIVE and not slate.timing.drafted:
                     strategy = BEAM
             return self._respond(builder, results, plan, strategy)
@@ -266,6 +284,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             explain=body.explain,
             log_probs=self.log_probs or body.explain,
             unwanted=builder.unwanted,
+            scoring=plan.scoring,
             deadline_s=deadline_s,
         )
         queries = [query]
@@ -368,7 +387,28 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         dense_weight = self._dense_weight(body.dense_weight, strategy)
         if chosen is not None and not hurried:
             dense_weight = chosen.dense_weight
-        return SlatePlan(strategy, width, outcome, dense_weight, hurried)
+        plan = SlatePlan(strategy, width, outcome, dense_weight, hurried)
+        return self._with_scoring(plan, body.scoring) if body.scoring or self._imported else plan
+
+    def _with_scoring(self, plan: SlatePlan, choice: ScoringChoice | None) -> SlatePlan:
+        """Returns a plan that says how items are scored. Raises InvalidRequest."""
+        if choice is not None and plan.strategy != BEAM:
+            raise InvalidRequest(
+                "scoring", f"only strategy 'beam' can be scored otherwise, got {plan.strategy!r}"
+            )
+        if plan.strategy in WITHOUT_MODEL:
+            return plan
+        assert self.prefixes is not None
+        own = self.prefixes.config.scoring
+        scoring = own if choice is None else resolve_scoring(choice, self.prefixes.config)
+        if scoring.length_penalty and plan.dense_weight and self.prefixes.config.dense_head:
+            raise InvalidRequest(
+                "scoring.length_penalty",
+                f"a score with a dense head is not divided; expected dense_weight 0, got "
+                f"{plan.dense_weight:g}",
+            )
+        named = None if scoring == own else scoring
+        return replace(plan, scoring=named, used_scoring=used_scoring(scoring))
 
     def _strategy(
         self,
@@ -381,8 +421,11 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         there = self._engine.selectable
         name = body.strategy
         if name == AUTO:
-            if body.outcome is not None and self.outcomes:
+            if body.scoring is not None:
+                name = BEAM
+            elif body.outcome is not None and self.outcomes:
                 return _outcome_strategy(), False
+        if name == AUTO:
             # `beam` stands for the exact strategy, which may draft.
             other = chosen.strategy if chosen and chosen.strategy != BEAM else None
             return self.chooser.choose(width, deadline_s, other)
@@ -400,7 +443,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         """
         if not self.auto or body.strategy != AUTO:
             return None
-        if body.dense_weight is not None or body.outcome is not None:
+        if body.dense_weight is not None or body.outcome is not None or body.scoring is not None:
             return None
         chosen = self.auto["filtered" if body.exclude.seen else "kept"]
         return chosen if chosen.strategy in self._engine.selectable else None
@@ -490,7 +533,10 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if slate is not None and filled.size and not rows.size:
             degraded = [*degraded, "no_model_items"]
         items = builder.items(rows, scores, filled)
-        if body.explain and builder.prefix_keys is not None:
+        divided = plan.used_scoring is not UNSET and plan.used_scoring.length_penalty > 0
+        if divided and slate is not None and not all(result.exact for result in results):
+            degraded = [*degraded, "length_penalty"]
+        if body.explain and builder.prefix_keys is not None and not divided:
             items = self._with_parts(builder, items, rows, results, plan.dense_weight)
         if self.log_probs:
             items = _with_log_probs(items, np.concatenate([rows, filled]), results)
@@ -502,6 +548,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
             exact=bool(results) and all(r.exact for r in results) and not filled.size,
             rounds=0 if slate is None else slate.rounds,
             dense_weight=UNSET if slate is None else self._used_weight(plan),
+            scoring=UNSET if slate is None else plan.used_scoring,
             filter_hints=builder.filter_hints or UNSET,
             explanation=self._explanation(builder, slate, rows),
             **self._envelope.fields(
@@ -579,6 +626,8 @@ class SlatePlan:
         dense_weight: Weight of the dense head.
         hurried: True if the exact strategy was expected to miss the deadline.
         untrained: True if `auto` takes a list because the bundle holds no recommender.
+        scoring: How items are scored. None: as the model says.
+        used_scoring: What the answer says of it.
     """
 
     strategy: str
@@ -587,6 +636,8 @@ class SlatePlan:
     dense_weight: float
     hurried: bool
     untrained: bool = False
+    scoring: Scoring | None = None
+    used_scoring: UsedScoring | UnsetType = UNSET
 
 
 class SlateBuilder:

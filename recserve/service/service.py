@@ -495,6 +495,17 @@ class Service:
         there = ", ".join(repr(model["id"]) for model in models)
         raise UnknownModel(f"this server has the models {there}, got {name[:80]!r}")
 
+    def check_scoring(self, text: str | None) -> bool:
+        """Returns whether slates say how they were scored, if requests name this scoring.
+
+        Args:
+            text: A scoring, as JSON. None: that of the model.
+
+        Raises:
+            InvalidRequest: If the recommender cannot be scored that way.
+        """
+        return self._recommender is not None and self._recommender.check_scoring(text)
+
     def versions(self) -> dict[str, str]:
         """Returns the versions of models and catalogue; empty without a bundle."""
         if self._bundle is None or self._catalog is None:

@@ -1,5 +1,6 @@
 """`recserve bundle import`: what a checkpoint scores where it was trained is what we serve."""
 
+import dataclasses
 import json
 from collections import Counter
 
@@ -16,83 +17,21 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli.app import app
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.formats import registry
-from recserve.formats.checkpoint_format import ImportFault, ImportOptions
+from recserve.formats.checkpoint_format import ImportFault
 from recserve.formats.conversion import import_checkpoint
-from recserve.schemas.items import Exclusions, ItemsRequest, RecommendRequest
-from recserve.service import Service, ServiceOptions
+from recserve.schemas.items import ItemsRequest, RecommendRequest
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
-from tests.support.foreign_recommenders import all_scores, foreign, share
+from tests.support.foreign_recommenders import foreign, share
+from tests.support.imports import (
+    KEEP,
+    expected,
+    opened,
+    options,
+    packed,
+    prompt_of,
+    quiet,
+)
 from tests.support.live_server import live
-
-KEEP = Exclusions(seen=False)
-TEMPLATE = "Bought: {{ history | join(' ') }}\n{% if not history %}none{% endif %}Next: "
-PART_1 = (
-    "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request. \n\n### Instruction:\n"
-    "Can you predict the next possible item that the user may expect?\n\n"
-)
-PART_2 = (
-    "### User Input: \nCan you predict the next possible item the user may expect, given the "
-    "following chronological interaction history: {}\n\n### Response:\n"
-)
-
-LC_REC = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the request.\n\n### Instruction:\nThe user has interacted with items {} in chronological "
-    "order. Can you predict the next possible item that the user may expect?\n\n### Response:"
-)
-
-
-def quiet(line):
-    pass
-
-
-def options(data, root, name, **changes):
-    """Returns the options of an import by one format."""
-    (root / "ids.index.json").write_text(json.dumps(data.ids))
-    (root / "prompt.jinja").write_text(TEMPLATE)
-    given = {"folder": data.folder, "items": data.items, "ids": root / "ids.index.json"}
-    given |= {"out": root / "bundle", "format": name, "events": data.events, "max_history": 8}
-    if name == "generic":
-        given |= {"id_format": "<a_{}><b_{}><c_{}>", "prompt": root / "prompt.jinja"}
-    return ImportOptions(**{**given, **changes})
-
-
-def opened(root, bundle):
-    return Service.open(
-        bundle, f"lmdb:{root}/store", "cpu", ServiceOptions(journal=root / "journal")
-    )
-
-
-def prompt_of(data, name, history):
-    """Returns the tokens of a prompt, as the original makes them."""
-    tokenizer, ids = data.tokenizer, ["".join(data.ids[item]) for item in history]
-    if name == "generic":
-        none = "" if ids else "none"
-        return tokenizer.encode(f"Bought: {' '.join(ids)}\n{none}Next: ")
-    if name == "lc-rec":
-        return tokenizer.encode(LC_REC.format(", ".join(ids)))
-    tokens = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    for part in (PART_1, PART_2.format(", ".join(ids))):
-        own = tokenizer.encode(part)
-        tokens += own[own[0] == tokenizer.bos_token_id :]
-    return tokens
-
-
-def expected(data, name, rule, history, model):
-    """Returns the score of each item's id by item id."""
-    tokenizer = data.tokenizer
-    numbers = {i: tuple(tokenizer.convert_tokens_to_ids(texts)) for i, texts in data.ids.items()}
-    levels = [tokenizer.convert_tokens_to_ids(level) for level in data.level_tokens]
-    ending = ()
-    if name == "minionerec" and rule == "vocabulary":
-        ending = (*tokenizer.encode("\n", add_special_tokens=False), tokenizer.eos_token_id)
-    if name == "lc-rec" and rule == "vocabulary":
-        ending = (tokenizer.eos_token_id,)
-    prompt = prompt_of(data, name, history)
-    scores = all_scores(model, prompt, list(numbers.values()), levels, rule, ending)
-    return {item: scores[one] for item, one in numbers.items()}
-
 
 CASES = [
     ("generic", "qwen2", "children", "popular", True),
@@ -103,6 +42,7 @@ CASES = [
     ("minionerec", "llama", "vocabulary", "popular", False),
     ("minionerec", "qwen2", "children", "first", True),
     ("lc-rec", "llama", "vocabulary", "popular", False),
+    ("openonerec", "qwen3", "vocabulary", "popular", False),
 ]
 
 
@@ -110,13 +50,16 @@ CASES = [
 def test_slates_are_an_exhaustive_search_of_the_original(
     name, family, rule, shared, tied, tmp_path
 ):
-    data = foreign(tmp_path, family, tied=tied, seed=len(family) + len(rule))
+    before = "<s_" if name == "openonerec" else "<"
+    data = foreign(tmp_path, family, tied=tied, seed=len(family) + len(rule), before=before)
     own = ("children" if name == "generic" else "vocabulary") == rule
     import_checkpoint(
         options(data, tmp_path, name, shared_ids=shared, rule=None if own else rule), quiet
     )
     bundle, model = Bundle.open(tmp_path / "bundle"), data.model
     popularity = dict(zip(data.ids, bundle.catalog().popularity.tolist(), strict=True))
+    if name == "openonerec":  # its map has counts
+        popularity = {item: int(item) % 7 for item in data.ids}
     holders = Counter(tuple(one) for one in data.ids.values())
     draw = np.random.default_rng(1)
     with opened(tmp_path, bundle) as service:
@@ -187,15 +130,18 @@ def test_beams_are_those_of_generate(tmp_path):
             )
 
 
-def test_an_import_is_served_like_an_own_bundle(tmp_path):
+@pytest.mark.parametrize("name", ["generic", "minionerec", "lc-rec", "openonerec"])
+def test_an_import_is_served_like_an_own_bundle(name, tmp_path):
     """Filters, caps, seen items, ranking, changes of items, HTTP, batch jobs and evaluation."""
-    data = foreign(tmp_path, seed=9)
-    import_checkpoint(options(data, tmp_path, "generic"), quiet)
+    own = name == "openonerec"
+    data = foreign(tmp_path, "qwen3" if own else "llama", seed=9, before="<s_" if own else "<")
+    import_checkpoint(options(data, tmp_path, name), quiet)
+    rule = "children" if name == "generic" else "vocabulary"
     bundle = Bundle.open(tmp_path / "bundle")
     bundle.verify()
     bundle.check_parts()
     history = ["38", "4", "7", "0"]  # 38 shares its id with 1
-    scores = expected(data, "generic", "children", history, data.model)
+    scores = expected(data, name, rule, history, data.model, length_penalty=0.0)
     with opened(tmp_path, bundle) as service:
         body = {"history": history, "k": 10, "beam_width": 200}
         plain = service.recommend(RecommendRequest(**body))
@@ -226,7 +172,7 @@ def test_an_import_is_served_like_an_own_bundle(tmp_path):
         assert [item.item_id for item in left.items][:8] == listed[1:9]
         before = service.versions()
         facts = service.model("recommender")["recserve"]
-        assert (facts["imported"], facts["rule"]) == ("generic", "children")
+        assert (facts["imported"], facts["rule"]) == (name, rule)
         with live(service) as client:
             answer = client.post("/v1/recommend", json=body).json()
             assert [one["item_id"] for one in answer["items"]] == [i.item_id for i in left.items]
@@ -378,10 +324,17 @@ def test_what_cannot_be_imported_is_refused_by_name(how, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("generic", "children"), ("minionerec", "vocabulary"), ("lc-rec", "vocabulary")],
+    [
+        ("generic", "children"),
+        ("minionerec", "vocabulary"),
+        ("lc-rec", "vocabulary"),
+        ("openonerec", "vocabulary"),
+    ],
 )
 def test_a_thousand_slates_are_exhaustive_searches(name, rule, tmp_path):
-    data = foreign(tmp_path, "llama", seed=21)
+    own = name == "openonerec"
+    family, before = ("qwen3", "<s_") if own else ("llama", "<")
+    data = foreign(tmp_path, family, seed=21, before=before)
     import_checkpoint(options(data, tmp_path, name, shared_ids="first"), quiet)
     model, draw = data.model, np.random.default_rng(3)
     with opened(tmp_path, tmp_path / "bundle") as service:
@@ -422,7 +375,10 @@ def test_a_package_adds_a_format(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": "tiger"}, "'tiger'; choose --format generic or minionerec or lc-rec"),
+        (
+            {"format": "tiger"},
+            "'tiger'; choose --format generic or minionerec or lc-rec or openonerec",
+        ),
         ({"format": None}, "no format is given"),
         ({"ids": None}, "needs --ids"),
         ({"id_format": "<a_{}>"}, "no effect with format minionerec"),
@@ -432,3 +388,61 @@ def test_options_that_do_not_fit_a_format_are_refused(changes, words, tmp_path):
     data = foreign(tmp_path)
     with pytest.raises(ImportFault, match=words):
         import_checkpoint(options(data, tmp_path, "minionerec", **changes), quiet)
+
+
+def _spoil_openonerec(data, root, how):
+    """Damages one input; returns the changed options and words of the refusal."""
+    given = packed(data, root)
+    messages = json.loads(given["prompt"].read_text())
+    found = json.loads(given["ids"].read_text())
+    if how == "template of Qwen3":
+        other = data.folder / "chat_template.jinja"
+        other.write_text(other.read_text().replace("/no_think", ""))
+        return {}, "adds /no_think.*qwen3_soft_switch"
+    if how == "template without an empty thought":
+        other = data.folder / "chat_template.jinja"
+        other.write_text(other.read_text().replace("</think>", ""))
+        return {}, "ends with an empty thought"
+    if how == "no template":
+        (data.folder / "chat_template.jinja").unlink()
+        return {}, "no chat template.*qwen3_soft_switch"
+    if how == "two domains":
+        found["0"] = [{"pid": 3, "count": 1, "count_after_downsample": 1}]
+        words = "item '3' has two ids; take the map of one domain"
+    if how == "key that is too large":
+        found[str(8192**3)] = []
+        words = "no packed id"
+    if how == "picture":
+        messages[1]["content"].append({"type": "image_url", "image_url": "x"})
+        words = "part of type 'image_url'"
+    if how == "no place of the ids":
+        messages[1]["content"] = "Next?"
+        words = "in 0 places"
+    given["ids"].write_text(json.dumps(found))
+    given["prompt"].write_text(json.dumps(messages))
+    return given, words
+
+
+OPENONEREC_REFUSALS = (
+    *("template of Qwen3", "template without an empty thought", "no template", "two domains"),
+    *("key that is too large", "picture", "no place of the ids"),
+)
+
+
+@pytest.mark.parametrize("how", OPENONEREC_REFUSALS)
+def test_what_is_not_openonerec_is_refused_by_name(how, tmp_path):
+    data = foreign(tmp_path, "qwen3", before="<s_")
+    given = options(data, tmp_path, "openonerec")
+    changes, words = _spoil_openonerec(data, tmp_path, how)
+    with pytest.raises(ImportFault, match=f"(?s){words}"):
+        import_checkpoint(dataclasses.replace(given, **changes), quiet)
+
+
+def test_openonerec_reads_tables_of_pid_and_sid(tmp_path):
+    data = foreign(tmp_path, "qwen3", before="<s_")
+    codes = [[int(text.rpartition("_")[2][:-1]) for text in one] for one in data.ids.values()]
+    table = pa.table({"pid": [int(item) for item in data.ids], "sid": codes})
+    pq.write_table(table, tmp_path / "map.parquet")
+    given = options(data, tmp_path, "openonerec", ids=tmp_path / "map.parquet", max_history=1)
+    bundle = import_checkpoint(given, quiet)
+    np.testing.assert_array_equal(bundle.catalog().semantic_ids.codes[:, :3], codes)

@@ -20,6 +20,7 @@ from recserve.engine.engine_config import EngineConfig
 from recserve.kernels.trie.trie import build_trie
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
+from recserve.models.scoring import Scoring
 from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.service.prefixes import RecommenderPrefixBuilder
 from recserve.service.snapshot import Snapshot
@@ -34,10 +35,14 @@ class Config:
     """The smallest configuration of a model."""
 
     normalization: str
+    scoring: Scoring
     decoder: DecoderConfig = DecoderConfig(16, 1, 2, 1, 8, 16, max_positions=64)
     codebook_sizes: tuple[int, ...] = SIZES
     level_offsets: tuple[int, ...] = OFFSETS
     num_token_levels: int = len(SIZES)
+    num_end_levels: int = 0
+    ended_code: int | None = None
+    scores_vocabulary: bool = True
     autoregressive: bool = True
     dense_head: bool = False
     level_heads: bool = False
@@ -82,7 +87,7 @@ class Model(nn.Module):
 
     def __init__(self, normalization):
         super().__init__()
-        self.config, self.template = Config(normalization), Template()
+        self.config, self.template = Config(normalization, Scoring(normalization)), Template()
         self.decoder = Layers(self.config.decoder)
         self.tokens = nn.Embedding(VOCABULARY, 16)
         self.inner = nn.Linear(16, 16)

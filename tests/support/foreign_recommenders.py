@@ -24,6 +24,12 @@ from transformers import (
 )
 
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+# Like the template of OpenOneRec: it drops what is no text, and switches thoughts off.
+SOFT_SWITCH = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if m.content is string }}"
+    "{{ '/no_think' if loop.last and not enable_thinking }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+)
 PADDING = 13  # rows of the model after the tokens of its tokeniser
 
 
@@ -55,23 +61,48 @@ class Foreign:
 
 
 def foreign(
-    root: Path, family: str = "qwen2", num_items: int = 40, seed: int = 0, tied: bool = False
+    root: Path,
+    family: str = "qwen2",
+    num_items: int = 40,
+    seed: int = 0,
+    tied: bool = False,
+    before: str = "<",
 ) -> Foreign:
-    """Writes a checkpoint with drawn weights and drawn ids, of which some are shared."""
+    """Writes a checkpoint with drawn weights and drawn ids, of which some are shared.
+
+    Args:
+        root: Folder of all files.
+        family: Model type.
+        num_items: I.
+        seed: Of all draws.
+        tied: Whether embedding and head are the same.
+        before: What a code's token begins with: `<` gives `<a_1>`, `<s_` gives `<s_a_1>`.
+    """
     draw = np.random.default_rng(seed)
     sizes = (9, 6, 12)
     # Only used codes exist, as in MiniOneRec; a few that no item has exist too.
     codes = np.stack([draw.integers(0, size, num_items) * 2 for size in sizes], 1)
     codes[-3:] = codes[:3]
     ids = {
-        str(row): [f"<{letter}_{code}>" for letter, code in zip("abc", one, strict=True)]
+        str(row): [f"{before}{letter}_{code}>" for letter, code in zip("abc", one, strict=True)]
         for row, one in enumerate(codes.tolist())
     }
     tokens = [sorted({one[level] for one in ids.values()}) for level in range(3)]
-    tokens[1].append("<b_77>")
+    tokens[1].append(f"{before}b_77>")
     folder = root / "checkpoint"
     folder.mkdir(parents=True)
-    size = _tokenizer(folder, [text for level in tokens for text in level], family == "llama")
+    added = [text for level in tokens for text in level]
+    if before == "<s_":
+        added += [
+            "<|sid_begin|>",
+            "<|sid_end|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "<think>",
+            "</think>",
+        ]
+        (folder / "chat_template.jinja").write_text(SOFT_SWITCH)
+    size = _tokenizer(folder, added, family == "llama")
     torch.manual_seed(seed)
     config = CONFIGS[family](
         vocab_size=size + PADDING,
@@ -139,11 +170,14 @@ def all_scores(
     level_tokens: list[list[int]],
     rule: str,
     ending: tuple[int, ...] = (),
+    temperature: float = 1.0,
+    length_penalty: float = 0.0,
 ) -> dict[tuple[int, ...], float]:
     """Returns the score of every id by one rule: all of them are scored, one by one."""
     distinct = sorted(set(ids))
     rows = torch.tensor([[*prompt, *one, *ending] for one in distinct])
     logits = model(rows).logits[:, len(prompt) - 1 : -1].double()
+    logits = logits / temperature
     found = {}
     for row, one in enumerate(distinct):
         total = 0.0
@@ -159,7 +193,8 @@ def all_scores(
                 below = {other[place] for other in distinct if other[:place] == one[:place]}
                 rivals = own[sorted(below)]
             total += float(own[token] - rivals.logsumexp(0))
-        found[one] = total
+        scored = len(one) + (len(ending) if rule == "vocabulary" else 0)
+        found[one] = total / scored**length_penalty
     return found
 
 

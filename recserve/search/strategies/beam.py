@@ -11,6 +11,7 @@ from torch import Tensor
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Results
+from recserve.models.scoring import Scoring, with_scoring
 from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import BeamSearch
 from recserve.search.dense_candidates import (
@@ -36,10 +37,24 @@ class BeamStrategy(RecommendStrategy):
     captured_search = "beam"
     missing = "this recommender predicts all levels at once; choose strategy rpg"
 
-    def __init__(self, model: SemanticIdModel) -> None:
-        self.model = model
+    def __init__(self, model: SemanticIdModel, scoring: Scoring | None = None) -> None:
+        """Selects how items are scored.
+
+        Args:
+            model: The recommender.
+            scoring: Its scoring. None: that of the model.
+        """
+        scoring = scoring or model.config.scoring
+        self.model, self.scoring, self._own = with_scoring(model, scoring), scoring, model
         self.level_offsets = level_offsets_of(model)
-        self.skip_single = model.config.normalization == "children"
+        self.skip_single = self.model.config.normalization == "children"
+        unequal = scoring.length_penalty > 0 and model.config.ended_code is not None
+        self.thresholds, self.orders_by_sum = self.skip_single and not unequal, not unequal
+        self._captured = self.model is model and not scoring.length_penalty
+
+    def with_scoring(self, scoring: Scoring) -> BeamStrategy:
+        """Returns beam search of the same model with another scoring."""
+        return BeamStrategy(self._own, scoring)
 
     @classmethod
     def from_models(cls, model: SemanticIdModel, heads: Heads) -> Self | None:
@@ -71,12 +86,16 @@ class BeamStrategy(RecommendStrategy):
         4. The prefixes that the target must score for the items of step 2.
         5. Their scores, if the prefix alone gives them.
         """
-        search = BeamSearch.start(self.model, sequences, thresholds=self.skip_single)
+        search = BeamSearch.start(self.model, sequences, thresholds=self.thresholds)
         add_candidates(search)
         search.advance()
         find_candidate_keys(search)
         score_ready_candidates(search)
         return search
+
+    def can_replay(self, sequences: Seq[SearchSequence]) -> bool:
+        """Returns whether the model scores as in the captured search."""
+        return self._captured
 
     def is_finished(self, state: BeamSearch) -> bool:
         """Returns whether the beams are leaves and every competing item is scored."""
@@ -98,7 +117,16 @@ class BeamStrategy(RecommendStrategy):
 
     def finish(self, state: BeamSearch) -> Results:
         """Returns the slates."""
-        return with_trees(slates(state, exact=self.exact), state)
+        divisors = self._divisors(state) if self.scoring.length_penalty else None
+        return with_trees(slates(state, self.exact, divisors, self.orders_by_sum), state)
+
+    def _divisors(self, state: BeamSearch) -> Tensor:
+        """Returns [B, W] the power of the number of scored tokens of each beam."""
+        config, paths = self.model.config, state.beams.paths
+        codes = state.trie.codes_of(paths[..., : config.num_token_levels].flatten())
+        codes = codes.view(*paths.shape[:2], -1)
+        scored = codes != (-1 if config.ended_code is None else config.ended_code)
+        return scored.sum(-1).clamp(min=1).float() ** self.scoring.length_penalty
 
 
 def level_offsets_of(model: SemanticIdModel) -> Tensor:

@@ -18,6 +18,7 @@ from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidd
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
+from recserve.models.scoring import with_scoring
 from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.trie_paths import (
@@ -46,7 +47,7 @@ class LikelihoodStrategy(OneRoundStrategy):
     """Log-probability of given items, from one tree of their merged paths in one round."""
 
     def __init__(self, model: SemanticIdModel) -> None:
-        self.model = model
+        self.model = with_scoring(model, model.config.scoring)
         self.level_offsets = level_offsets_of(model)
         self.skip_single = model.config.normalization == "children"
 

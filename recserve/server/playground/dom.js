@@ -93,6 +93,7 @@ export function timing(times, rest = "") {
 const NOTES = {
   no_recommender: "No recommender is trained yet: the slate holds popular items.",
   cold_start: "No known events: the slate holds popular items.",
+  length_penalty: "The score divides by the length of ids; a better item may be missing.",
   fewer_than_k: "The filter or the exclusions leave fewer items than requested.",
   deadline_passed: "The model was not ready at the deadline; a list answered.",
   no_model_items: "The model found no allowed item; popular items fill the slate.",
