@@ -48,7 +48,7 @@ class OpenOneRec(CheckpointFormat):
     original_mask = "none"
     original_beams = 32
     published = (
-        "32 beams without thoughts or with one, pass and recall at the first k that are ids, ties of "
+        "32 beams without thoughts or with one, pass and recall at the first k in order, ties of "
         "counts at random, and recall divided by up to 10 targets."
     )
 
