@@ -122,8 +122,11 @@ class BeamStrategy(RecommendStrategy):
 
     def _divisors(self, state: BeamSearch) -> Tensor:
         """Returns [B, W] the power of the number of scored tokens of each beam."""
-        config, paths = self.model.config, state.beams.paths
-        codes = state.trie.codes_of(paths[..., : config.num_token_levels].flatten())
+        config, paths = self._own.config, state.beams.paths
+        levels = config.num_token_levels
+        if not self.scoring.end_tokens:
+            levels -= config.num_end_levels
+        codes = state.trie.codes_of(paths[..., :levels].flatten())
         codes = codes.view(*paths.shape[:2], -1)
         scored = codes != (-1 if config.ended_code is None else config.ended_code)
         return scored.sum(-1).clamp(min=1).float() ** self.scoring.length_penalty
