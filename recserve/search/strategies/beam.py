@@ -11,7 +11,8 @@ from torch import Tensor
 from recserve.core.request import SlateQuery
 from recserve.core.sequence import SearchSequence
 from recserve.core.strategy import Draft, Results
-from recserve.models.scoring import Scoring, with_scoring
+from recserve.models.scored_model import with_scoring
+from recserve.models.scoring import Scoring
 from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import BeamSearch
 from recserve.search.dense_candidates import (

@@ -18,7 +18,7 @@ from recserve.core.sequence import SearchSequence, request_of, stacked_last_hidd
 from recserve.core.strategy import OneRoundStrategy, Results
 from recserve.kernels.host import on_device
 from recserve.kernels.item_graph import score_rows
-from recserve.models.scoring import with_scoring
+from recserve.models.scored_model import with_scoring
 from recserve.models.semantic_id_model import SemanticIdModel, item_tables
 from recserve.search.strategies.beam import level_offsets_of
 from recserve.search.trie_paths import (
