@@ -16,6 +16,7 @@ from recserve.cli.flags import (
     FormatFlag,
     IdFormatFlag,
     IdsFlag,
+    ItemTextFlag,
     MaxHistoryFlag,
     PromptFlag,
     RuleFlag,
@@ -244,6 +245,7 @@ def doctor(
     format: FormatFlag = None,
     id_format: IdFormatFlag = None,
     prompt: PromptFlag = None,
+    item_text: ItemTextFlag = None,
     rule: RuleFlag = None,
     max_history: MaxHistoryFlag = None,
     histories: Annotated[
@@ -276,7 +278,7 @@ def doctor(
         from recserve.doctor.checkpoint_checks import examine_checkpoint
         from recserve.formats.checkpoint_format import ImportOptions
 
-        given = (ids, format, id_format, prompt, rule, max_history, column)
+        given = (ids, format, id_format, prompt, item_text, rule, max_history, column)
         if items is None and any(flag is not None for flag in given):
             raise typer.BadParameter("the flags of an import need --items")
         options = None
@@ -289,6 +291,7 @@ def doctor(
                 ids=ids,
                 id_format=id_format,
                 prompt=prompt,
+                item_text=item_text,
                 max_history=max_history,
                 rule=rule,
                 columns=column_names(column),

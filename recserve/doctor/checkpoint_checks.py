@@ -16,7 +16,7 @@ from recserve.doctor.finding import Finding
 from recserve.doctor.import_trial import try_import
 from recserve.doctor.map_checks import MappedCheckpoint, examine_map, published_figure
 from recserve.features.tables.items import read_items
-from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault, ImportOptions
+from recserve.formats.checkpoint_format import CheckpointFormat, ImportOptions
 from recserve.formats.conversion import check_folder, tokenizer_hint
 from recserve.formats.minionerec import MiniOneRec
 from recserve.formats.registry import open_format
@@ -86,12 +86,11 @@ def examine_checkpoint(
 def _read_map(chosen: CheckpointFormat, options: ImportOptions) -> MappedCheckpoint:
     """Reads items and ids. Raises ImportFault, or SchemaError for the file of items."""
     items, _ = read_items(options.items, columns=options.columns)
-    if chosen.read_texts(items.ids) is not None:
-        raise ImportFault(
-            "ids that are texts are not compared here; the import reads them, and compares the "
-            "tokens of prompts"
-        )
-    codes = chosen.read_ids(items.ids)
+    texts = chosen.read_texts(items.ids)
+    codes = None if texts is not None else chosen.read_ids(items.ids)
+    if texts is None:
+        assert codes is not None
+        texts = [chosen.spelling.spell(one) for one in codes.tolist()]
     config, stored = read_folder(options.folder)
     tokenizer = TextTokenizer.open(options.folder)
     chosen.open_tokenizer(tokenizer)
@@ -102,6 +101,9 @@ def _read_map(chosen: CheckpointFormat, options: ImportOptions) -> MappedCheckpo
         stored.itemsize,
         items.ids,
         codes,
+        texts,
+        [tuple(tokenizer.encode(text, special=False)) for text in texts],
+        chosen.item_texts(items, texts) or texts,
         options.rule or chosen.rule,
         options.max_history or chosen.max_history,
     )
@@ -181,7 +183,7 @@ def _codes(tokenizer: TextTokenizer) -> Finding:
     prefix = codes[0][0]
     letters = sorted({letter for _, letter, _, _ in codes})
     spelling = "".join(f"<{prefix}{letter}_{{}}>" for letter in letters)
-    form = "generic" if prefix else "minionerec or lc-rec"
+    form = "openonerec or generic" if prefix else "minionerec or lc-rec"
     first = sorted((code, token) for _, letter, code, token in codes if letter == letters[0])
     steps = zip(first, first[1:], strict=False)
     detail = f"{len(codes)} codes of {len(letters)} levels, {spelling}: --format {form}"

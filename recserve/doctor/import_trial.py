@@ -8,7 +8,6 @@ prompts as token programs, trie or cache is used there, so each of them can be f
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recserve.doctor.finding import Finding
-from recserve.doctor.map_checks import MappedCheckpoint, spelled_tokens
+from recserve.doctor.map_checks import MappedCheckpoint
 from recserve.formats.checkpoint_format import ImportOptions
 from recserve.formats.conversion import import_checkpoint
 from recserve.models.attention import DenseAttention
@@ -97,7 +96,11 @@ class PlainCheckpoint:
             scored = self.logits(prompt, [tokens for tokens, _ in best])
             found = []
             for (tokens, total), logits in zip(best, scored, strict=True):
-                may, rivals = allowed(tokens), over(tokens)
+                may = allowed(tokens)
+                if may == []:  # it has ended
+                    found.append((tokens, total))
+                    continue
+                rivals = over(tokens)
                 one = logits[-1]
                 rows = total + one - (one if rivals is None else one[rivals]).logsumexp(0)
                 if may is None:
@@ -125,15 +128,14 @@ def try_import(given: MappedCheckpoint, options: ImportOptions, histories: int) 
     rows = len(given.item_ids)
     most = min(given.max_history, MOST_ITEMS)
     drawn = [draw.integers(0, rows, draw.integers(1, most + 1)).tolist() for _ in range(histories)]
-    ids = spelled_tokens(given)
-    beams = min(BEAMS, len(set(ids)))
+    beams = min(BEAMS, len(set(given.ids)))
     with tempfile.TemporaryDirectory(prefix="recserve-doctor-") as name:
         bundle = Path(name) / "bundle"
         wanted = replace(options, out=bundle, shared_ids="first", events=None)
         import_checkpoint(wanted, lambda line: None)
         ours = _ask(bundle, Path(name), [[given.item_ids[row] for row in h] for h in drawn], beams)
     plain = PlainCheckpoint(load_language_model(options.folder, torch.float32))
-    trial = _Trial(given, plain, ids, beams)
+    trial = _Trial(given, plain, beams)
     for history, slate in zip(drawn, ours, strict=True):
         trial.add(history, slate)
     return trial.findings()
@@ -163,31 +165,30 @@ def _ask(bundle: Path, root: Path, histories: list[list[str]], beams: int) -> li
 class _Trial:
     """What the drawn histories have shown so far."""
 
-    def __init__(
-        self, given: MappedCheckpoint, plain: PlainCheckpoint, ids: list[Tokens], beams: int
-    ) -> None:
+    def __init__(self, given: MappedCheckpoint, plain: PlainCheckpoint, beams: int) -> None:
+        ids = given.ids
         self._given, self._plain, self._ids, self._beams = given, plain, ids, beams
         self._rows = {item: row for row, item in enumerate(given.item_ids)}
         self._valid = set(ids)
-        self._levels = len(ids[0])
+        self._levels = given.longest
         self._ends = given.end_tokens()
         self._following: dict[Tokens, set[int]] = {}
-        self._sets = [sorted({one[level] for one in ids}) for level in range(self._levels)]
+        self._sets = [
+            sorted({one[level] for one in ids if level < len(one)}) for level in range(self._levels)
+        ]
         for one in ids:
             for place, token in enumerate((*one, *self._ends)):
                 self._following.setdefault((*one, *self._ends)[:place], set()).add(token)
-        self._level_tokens = [self._tokens_of(level) for level in range(self._levels)]
+        self._level_tokens = [given.level_tokens(level) for level in range(self._levels)]
         self._apart: list[tuple[float, str, float, float]] = []
         self._free, self._masked, self._same = 0, 0, 0
         self._free_beams, self._masked_beams = 0, 0
         self._reordered = {"vocabulary": 0, "children": 0, "no end tokens": 0}
         self._histories = 0
 
-    def _tokens_of(self, level: int) -> list[int]:
-        """Returns the tokens of all codes of a level, whether an item has them or not."""
-        pattern = re.compile(self._given.chosen.spelling.pattern(level))
-        vocabulary = self._given.tokenizer.tokenizer.get_vocab(with_added_tokens=True)
-        return sorted(token for text, token in vocabulary.items() if pattern.fullmatch(text))
+    def _is_id(self, tokens: Tokens) -> bool:
+        """Returns whether tokens are the id of an item, or begin with one."""
+        return any(tokens[:size] in self._valid for size in range(1, len(tokens) + 1))
 
     def add(self, history: list[int], ours: Slate) -> None:
         """Compares one slate of ours with the original's."""
@@ -200,7 +201,7 @@ class _Trial:
         for name in self._reordered:
             self._reordered[name] += _order(scores[name]) != _order(own)
         free = self._plain.search(prompt, self._levels, self._beams, _all, _all)
-        self._free += sum(tokens not in self._valid for tokens, _ in free)
+        self._free += sum(not self._is_id(tokens) for tokens, _ in free)
         self._free_beams += len(free)
         self._compare(prompt, ours)
 
@@ -224,7 +225,7 @@ class _Trial:
         rules: dict[str, Allowed] = {"children": below, "level": level, "vocabulary": _all}
         over = rules[self._given.rule]
         found = self._plain.search(prompt, len(whole), self._beams, allowed, over)
-        theirs = [tokens[: self._levels] for tokens, _ in found]
+        theirs = [tokens[: len(tokens) - len(self._ends)] for tokens, _ in found]
         self._masked += sum(tokens not in self._valid for tokens in theirs)
         self._masked_beams += len(theirs)
         own = {self._ids[self._rows[item]] for item in ours.items}
@@ -237,13 +238,13 @@ class _Trial:
         }
         whole = [(*one, *self._ends) for one in ids]
         scored = self._plain.logits(prompt, [tokens[:-1] for tokens in whole])
-        for tokens, logits in zip(whole, scored, strict=True):
+        for one_id, tokens, logits in zip(ids, whole, scored, strict=True):
             sums = dict.fromkeys(found, 0.0)
             for place, token in enumerate(tokens):
                 one = logits[place]
                 over = float(one[token] - one.logsumexp(0))
                 sums["vocabulary"] += over
-                if place >= self._levels:
+                if place >= len(one_id):
                     continue
                 below = sorted(self._following[tokens[:place]])
                 sums["children"] += float(one[token] - one[below].logsumexp(0))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from recserve.doctor.finding import Finding
-from recserve.formats.checkpoint_format import CheckpointFormat, ImportFault
+from recserve.formats.checkpoint_format import CheckpointFormat
 from recserve.models.language_model import LanguageModelConfig
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -26,7 +28,10 @@ class MappedCheckpoint:
         config: Its model.
         value_bytes: Bytes of a weight, and of a number in a cache of the original.
         item_ids: [I] items.
-        codes: [I, L] their codes.
+        codes: [I, L] their codes; None if ids are texts.
+        texts: [I] texts of their ids.
+        ids: [I] tokens of these texts, as the tokeniser makes them.
+        parts: [I] their texts in a prompt.
         rule: The scoring rule of the import.
         max_history: Most items in a prompt.
     """
@@ -36,18 +41,30 @@ class MappedCheckpoint:
     config: LanguageModelConfig
     value_bytes: int
     item_ids: Sequence[str]
-    codes: np.ndarray
+    codes: np.ndarray | None
+    texts: Sequence[str]
+    ids: Sequence[tuple[int, ...]]
+    parts: Sequence[str]
     rule: str
     max_history: int
 
-    def spell(self, row: int) -> str:
-        """Returns the text of an item's id."""
-        return self.chosen.spelling.spell(self.codes[row].tolist())
+    @property
+    def longest(self) -> int:
+        """Most tokens of an id."""
+        return max(len(one) for one in self.ids)
+
+    def level_tokens(self, level: int) -> list[int]:
+        """Returns the tokens of a level: of all its codes, whether an item has them or not."""
+        if self.codes is None:  # texts have the tokens of all ids at all levels
+            return sorted({token for one in self.ids for token in one})
+        pattern = re.compile(self.chosen.spelling.pattern(level))
+        vocabulary = self.tokenizer.tokenizer.get_vocab(with_added_tokens=True)
+        return sorted(token for text, token in vocabulary.items() if pattern.fullmatch(text))
 
     def prompt(self, rows: Sequence[int]) -> list[int]:
         """Returns the tokens of a prompt, as the format makes them of a history of item rows."""
-        texts = [self.spell(row) for row in rows]
-        return self.chosen.encode(self.tokenizer, self.chosen.prompt(texts))
+        texts = self.chosen.prompt([self.parts[row] for row in rows])
+        return self.chosen.encode(self.tokenizer, texts)
 
     def end_tokens(self) -> tuple[int, ...]:
         """Returns the tokens after an id that this rule scores."""
@@ -56,26 +73,41 @@ class MappedCheckpoint:
 
 def examine_map(given: MappedCheckpoint) -> list[Finding]:
     """Returns what is known of a checkpoint and its map. Raises ImportFault."""
-    checks = (_shared, _offsets, _masked, _first_level, _prompt, _rule, _divisor, _memory)
+    checks = (_shared, _lengths, _offsets, _masked, _first_level, _prompt, _rule, _divisor, _memory)
     return [one for check in checks if (one := check(given)) is not None]
 
 
 def _shared(given: MappedCheckpoint) -> Finding | None:
-    found, first, counts = np.unique(given.codes, axis=0, return_index=True, return_counts=True)
-    if len(found) == len(given.codes):
-        return Finding("shared ids", "ok", f"{len(found)} items have {len(found)} ids")
-    most = int(counts.argmax())
+    counts = Counter(given.texts)
+    if len(counts) == len(given.texts):
+        return Finding("shared ids", "ok", f"{len(counts)} items have {len(counts)} ids")
+    text, most = counts.most_common(1)[0]
     return Finding(
         "shared ids",
         "warn",
-        f"{len(given.codes)} items have {len(found)} ids; {given.spell(int(first[most]))} belongs "
-        f"to {counts[most]} items. A figure that compares ids counts a hit for each of them. "
+        f"{len(given.texts)} items have {len(counts)} ids; {text[:80]} belongs to {most} items. "
+        "A figure that compares ids counts a hit for each of them. "
         "--shared-ids says which of them are recommended, and hits are items here",
+    )
+
+
+def _lengths(given: MappedCheckpoint) -> Finding | None:
+    """Finds ids of different numbers of tokens."""
+    least, most = min(len(one) for one in given.ids), given.longest
+    if least == most:
+        return None
+    return Finding(
+        "lengths",
+        "warn",
+        f"ids have {least} to {most} tokens: a sum of log-probabilities favours short ones, and "
+        "original searches that divide by the length, or that stop early, give another order",
     )
 
 
 def _offsets(given: MappedCheckpoint) -> Finding | None:
     """Finds codes that count on from level to level: level * size + code."""
+    if given.codes is None:
+        return None
     least, most = given.codes.min(0), given.codes.max(0)
     if given.codes.shape[1] < 2 or not (least[1:] > most[:-1]).all():
         return None
@@ -90,13 +122,13 @@ def _offsets(given: MappedCheckpoint) -> Finding | None:
 
 def _masked(given: MappedCheckpoint) -> Finding | None:
     """Compares what the original's mask allows with the ids that there are."""
-    ids = len(np.unique(given.codes, axis=0))
+    ids = len(set(given.ids))
     if given.chosen.original_mask == "trie":
         return None
     if given.chosen.original_mask == "none":
         allowed = "any tokens"
     else:
-        counts = [len(np.unique(level)) for level in given.codes.T]
+        counts = [len(set(level)) for level in zip(*given.ids, strict=False)]
         allowed = f"each used code of a level after any other, {math.prod(counts):,} ids"
     return Finding(
         "mask",
@@ -107,7 +139,7 @@ def _masked(given: MappedCheckpoint) -> Finding | None:
 
 
 def _first_level(given: MappedCheckpoint) -> Finding | None:
-    used, beams = len(np.unique(given.codes[:, 0])), given.chosen.original_beams
+    used, beams = len({one[0] for one in given.ids}), given.chosen.original_beams
     if given.chosen.original_mask != "trie" or used >= 2 * beams or beams == 1:
         return None
     return Finding(
@@ -121,8 +153,8 @@ def _first_level(given: MappedCheckpoint) -> Finding | None:
 def _prompt(given: MappedCheckpoint) -> Finding:
     most, positions = given.max_history, given.config.decoder.max_positions
     rows = np.resize(np.arange(len(given.item_ids)), most).tolist()
-    length = len(given.prompt(rows)) + given.codes.shape[1] + len(given.end_tokens())
-    text = "".join(given.chosen.prompt([given.spell(row) for row in rows[:2]]))
+    length = len(given.prompt(rows)) + given.longest + len(given.end_tokens())
+    text = "".join(given.chosen.prompt([given.parts[row] for row in rows[:2]]))
     detail = (
         f"the last {most} items of a history, oldest first, make {length} tokens with an id. With "
         f"two items a prompt ends {text[-160:]!r}"
@@ -165,12 +197,13 @@ def _divisor(given: MappedCheckpoint) -> Finding | None:
     penalty = given.chosen.length_penalty
     if not penalty:
         return None
-    count = given.codes.shape[1] + len(given.end_tokens())
+    count = given.longest + len(given.end_tokens())
     return Finding(
         "divisor",
         "ok",
         f"the original divides a score by the number of its tokens to the power of {penalty:g}, "
-        f"here {count}. Older versions of transformers divide by other numbers: compare orders",
+        f"here up to {count}. Older versions of transformers divide by other numbers, so compare "
+        "orders",
     )
 
 
@@ -180,7 +213,7 @@ def _memory(given: MappedCheckpoint) -> Finding | None:
         return None
     sizes, beams = given.config.decoder, given.chosen.original_beams
     rows = np.resize(np.arange(len(given.item_ids)), given.max_history).tolist()
-    tokens = len(given.prompt(rows)) + given.codes.shape[1]
+    tokens = len(given.prompt(rows)) + given.longest
     cache = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim * given.value_bytes
     size = cache * tokens * beams / GIB
     return Finding(
@@ -209,18 +242,3 @@ def published_figure(chosen: CheckpointFormat | None) -> Finding:
         f"which column does a figure belong to that you compare with? Ask: {'; '.join(columns)}."
         f"{own} `recserve evaluate` counts hits of items, with and without items of the history",
     )
-
-
-def spelled_tokens(given: MappedCheckpoint) -> list[tuple[int, ...]]:
-    """Returns the tokens of each item's id, as the tokeniser makes them of its text.
-
-    Raises:
-        ImportFault: If an id has other tokens than one for each code.
-    """
-    found = []
-    for row in range(len(given.item_ids)):
-        tokens = tuple(given.tokenizer.encode(given.spell(row), special=False))
-        if not tokens:
-            raise ImportFault(f"item {given.item_ids[row][:80]!r} has an id without tokens")
-        found.append(tokens)
-    return found

@@ -72,6 +72,18 @@ class ImportOptions:
             raise ValueError(f"max_history is {self.max_history}; expected 1..{MAX_HISTORY}")
 
 
+def check_unicode(text: str, place: object) -> str:
+    """Returns the text. Raises ImportFault if it holds half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ImportFault(
+            f"{place}: character {error.start} is half of a surrogate pair; expected text that "
+            "UTF-8 can hold"
+        ) from None
+    return text
+
+
 class IdSpelling:
     """How the codes of an id are spelled, such as `<a_{}><b_{}><c_{}>`: one token per code.
 

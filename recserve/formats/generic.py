@@ -14,6 +14,7 @@ from recserve.formats.checkpoint_format import (
     IdSpelling,
     ImportFault,
     ImportOptions,
+    check_unicode,
 )
 from recserve.formats.id_files import read_ids, read_texts
 from recserve.tokenizer.chat_template import ChatTemplate, TemplateTimeout
@@ -105,7 +106,7 @@ class Generic(CheckpointFormat):
             raise ImportFault(
                 f"{self.options.prompt}, with {len(history)} items: {_of_prompt(error)}"
             ) from None
-        return (text,)
+        return (check_unicode(text, f"{self.options.prompt}, with {len(history)} items"),)
 
 
 def _of_prompt(error: Exception) -> str:

@@ -13,7 +13,7 @@ from recserve.features.tables.conversions import convert_ids
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.parquet import SchemaError
 from recserve.files import UnreadableFile, parse_json, read_bytes, regular_file
-from recserve.formats.checkpoint_format import IdSpelling, ImportFault
+from recserve.formats.checkpoint_format import IdSpelling, ImportFault, check_unicode
 
 ITEM_ID, SEMANTIC_ID = COLUMNS = ("item_id", "semantic_id")
 PICKLED = (".pt", ".pth", ".pkl", ".pickle", ".bin", ".ckpt", ".npz")
@@ -100,7 +100,7 @@ def read_texts(path: Path, item_ids: Sequence[str]) -> list[str]:
                 f"{path}: item {item_id[:80]!r} has the id {value!r:.80}; expected a text or "
                 "a list of texts"
             )
-        texts.append(value)
+        texts.append(check_unicode(value, f"{path}: the id of item {item_id[:80]!r}"))
     return texts
 
 

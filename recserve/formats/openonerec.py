@@ -21,12 +21,13 @@ import numpy as np
 
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.parquet import SchemaError
-from recserve.files import UnreadableFile, read_json
+from recserve.files import UnreadableFile, parse_json, read_bytes, read_json
 from recserve.formats.checkpoint_format import (
     CheckpointFormat,
     IdSpelling,
     ImportFault,
     ImportOptions,
+    check_unicode,
 )
 from recserve.formats.id_files import match_ids
 from recserve.tokenizer.chat_template import ChatTemplate, TemplateTimeout
@@ -117,9 +118,10 @@ class OpenOneRec(CheckpointFormat):
     def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
         assert self._template is not None
         try:
-            return self._template.render(messages, {"enable_thinking": False})
+            text = self._template.render(messages, {"enable_thinking": False})
         except (TemplateError, TemplateTimeout) as error:
             raise ImportFault(f"{self.options.folder.name}: {error}") from None
+        return check_unicode(text, f"{self.options.folder.name}: a prompt")
 
 
 def read_messages(path: Path) -> list[dict[str, str]]:
@@ -169,7 +171,7 @@ def _message(path: Path, number: int, one: Any) -> dict[str, str]:
             f"{path}: message {number} is {str(one)[:80]!r}; expected role system, user or "
             "assistant and a content that is a text or a list of texts"
         )
-    return {"role": role, "content": content}
+    return {"role": role, "content": check_unicode(content, f"{path}: message {number}")}
 
 
 def read_packed(path: Path) -> tuple[dict[str, list[int]], dict[str, float], str]:
@@ -181,7 +183,7 @@ def read_packed(path: Path) -> tuple[dict[str, list[int]], dict[str, float], str
         ImportFault: If the file is no such map.
     """
     try:
-        content = read_json(path)
+        content = parse_json(read_bytes(path), path, unique=True)
     except UnreadableFile as error:
         raise ImportFault(str(error)) from error
     codes: dict[str, list[int]] = {}

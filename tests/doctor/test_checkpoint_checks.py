@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from recserve.cli.app import app
 from recserve.doctor.checkpoint_checks import examine_checkpoint
 from tests.support.foreign_recommenders import foreign
-from tests.support.import_options import options
+from tests.support.imports import options
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -1,5 +1,7 @@
 """The doctor's comparison of an import with its original: it is right, and it can fail."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,14 @@ from recserve.formats import conversion
 from recserve.models.imported_model import ImportedModel, ImportedTemplate
 from recserve.models.loading import load_language_model
 from tests.support.foreign_recommenders import foreign
-from tests.support.import_options import options
+from tests.support.imports import options
 
-CASES = [("generic", "qwen3"), ("minionerec", "qwen2"), ("lc-rec", "llama")]
+CASES = [
+    ("generic", "qwen3"),
+    ("minionerec", "qwen2"),
+    ("lc-rec", "llama"),
+    ("openonerec", "qwen3"),
+]
 
 
 def tried(data, root, name, **changes):
@@ -24,9 +31,25 @@ def tried(data, root, name, **changes):
 @pytest.mark.parametrize(("name", "family"), CASES)
 @pytest.mark.parametrize("rule", [None, "level"])
 def test_an_import_equals_its_original(name, family, rule, tmp_path):
-    found = tried(foreign(tmp_path, family), tmp_path, name, rule=rule)
+    data = foreign(tmp_path, family, before="<s_" if name == "openonerec" else "<")
+    found = tried(data, tmp_path, name, rule=rule)
     assert found["scores"].state == "ok", found["scores"]
-    assert found["masked beams"].state == ("warn" if name == "lc-rec" else "ok")
+    if name == "openonerec":  # it has no mask
+        assert "any tokens" in found["mask"].detail and "masked beams" not in found
+    else:
+        assert found["masked beams"].state == ("warn" if name == "lc-rec" else "ok")
+
+
+@pytest.mark.parametrize("rule", ["children", "level", "vocabulary"])
+def test_ids_of_unequal_lengths_equal_their_original(rule, tmp_path):
+    data, draw = foreign(tmp_path, "qwen3"), np.random.default_rng(0)
+    words = [[str(w) for w in draw.choice(["a", "abba", "cab"], 1 + row % 3)] for row in range(40)]
+    (tmp_path / "words.json").write_text(json.dumps(dict(zip(data.ids, words, strict=True))))
+    changes = {"ids": tmp_path / "words.json", "id_format": "[{text}]", "rule": rule}
+    found = tried(data, tmp_path, "generic", item_text="{id} {title}; ", **changes)
+    assert found["scores"].state == "ok", found["scores"]
+    assert found["masked beams"].state == "ok", found["masked beams"]
+    assert "ids have 3 to 17 tokens" in found["lengths"].detail
 
 
 def _turned(tokens):

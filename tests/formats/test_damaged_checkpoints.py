@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from recserve.doctor.checkpoint_checks import examine_checkpoint
 from recserve.formats.conversion import import_checkpoint
 from tests.support.foreign_recommenders import foreign
-from tests.support.import_options import options
+from tests.support.imports import options
 
 # What Python, numpy, torch and Rust say of themselves. A user cannot act on it.
 FOREIGN_WORDS = re.compile(
@@ -40,6 +40,7 @@ KINDS = {
     "minionerec": (".json", ".txt"),
     "lc-rec": (".json",),
 }
+FORMATS = ("generic", "minionerec", "lc-rec", "openonerec")
 VALUES = (
     *(None, True, -1, 0, 1.5, 10**30, float("nan"), float("inf"), "", "x", [], {}, [[]]),
     *("\ud800", "../../etc/passwd", "x" * 10_000, {"a": None}, [None], 2**63, -(2**63)),
@@ -185,12 +186,17 @@ def spoil(files, ids, draw):
     """Damages one drawn file; returns what was done."""
     name = FILES[draw.integers(len(FILES))]
     path = files[name]
-    if name == "ids" and (path.suffix != ".json" or draw.integers(2)) and draw.integers(3):
+    if (
+        name == "ids"
+        and path.stem == "ids"
+        and (path.suffix != ".json" or draw.integers(2))
+        and draw.integers(3)
+    ):
         return path.name, damage_ids(path, list(ids.items()), draw)
     if not path.exists():
         path.write_text("{}")
     whole = draw.integers(3) == 0 or (name.endswith(".json") and path.read_text() == "{}")
-    if whole or name == "prompt.jinja" or (name == "ids" and path.suffix != ".json"):
+    if whole or path.suffix == ".jinja" or (name == "ids" and path.suffix != ".json"):
         return name, damage_bytes(path, draw)
     if path.suffix == ".json":
         return name, damage_json(path, draw)
@@ -200,12 +206,18 @@ def spoil(files, ids, draw):
 def check(root, seed, format):
     """Damages a checkpoint, and asks all doors."""
     draw = np.random.default_rng(seed)
-    data = foreign(root, ["qwen2", "llama", "qwen3"][draw.integers(3)])
-    ids = root / f"ids{KINDS[format][draw.integers(len(KINDS[format]))]}"
-    given = options(data, root, format, max_history=3, events=None, ids=ids)
-    write_ids(ids, list(data.ids.items()))
+    before = "<s_" if format == "openonerec" else "<"
+    data = foreign(root, ["qwen2", "llama", "qwen3"][draw.integers(3)], before=before)
     files = {name: data.folder / name for name in FILES[:5]}
-    files |= {name: root / name for name in FILES[5:7]} | {"ids": ids}
+    if format == "openonerec":
+        given = options(data, root, format, max_history=3, events=None)
+        files |= {"prompt.jinja": given.prompt}
+    else:
+        ids = root / f"ids{KINDS[format][draw.integers(len(KINDS[format]))]}"
+        given = options(data, root, format, max_history=3, events=None, ids=ids)
+        write_ids(ids, list(data.ids.items()))
+        files |= {"prompt.jinja": root / "prompt.jinja"}
+    files |= {"items.parquet": data.items, "ids": given.ids}
     what = spoil(files, data.ids, draw)
     refusal = None
     try:
@@ -226,12 +238,12 @@ def check(root, seed, format):
     assert refusal is not None or not (sure or what[0] == "model.safetensors"), what
     if refusal is not None:
         stem = what[0].split(".")[0]
-        named = (*FILES, stem, data.folder.name, "item", "prompt")
+        named = (*FILES, stem, "sid2pid", "messages", data.folder.name, "item", "prompt")
         assert any(word in refusal for word in named), (what, refusal)
         assert len(refusal) < 2000, (what, len(refusal))
 
 
-@pytest.mark.parametrize("format", ["generic", "minionerec", "lc-rec"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_damaged_checkpoint_is_refused_in_words(format, tmp_path):
     for seed in range(8):
         check(tmp_path / str(seed), 100 * len(format) + seed, format)
@@ -256,4 +268,4 @@ def test_a_tokeniser_that_is_missing_can_be_saved_there(tmp_path):
 @pytest.mark.parametrize("seed", range(0, 400, 20))
 def test_hundreds_of_damaged_checkpoints_are_refused_in_words(seed, tmp_path):
     for one in range(seed, seed + 20):
-        check(tmp_path / str(one), 10_000 + one, ["generic", "minionerec", "lc-rec"][one % 3])
+        check(tmp_path / str(one), 10_000 + one, FORMATS[one % 4])
