@@ -99,6 +99,10 @@ class Matcher(Protocol):
         """
         ...
 
+    def forces(self) -> bool:
+        """Returns whether only one token may follow, as far as that shows without the mask."""
+        ...
+
     def advance(self, token: int) -> None:
         """Appends a token of the current mask. Raises ConstraintError as `fill`."""
         ...

@@ -44,6 +44,7 @@ from recserve.speculation.sampling_params import SamplingParams
 
 ROOT, ADDED = -1, -1
 NO_MASK, UNKNOWN = -1, -2  # in place of a row
+NOTHING_FITS = "no token fulfils the constraint and allowed_token_ids together"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ConstrainedDraft:
         bits: [R, W] int32 masks, as `TokenMasks.bits`. The first one is that of node 0.
         rows: Row of `bits` for node 0 and each node of `draft`; NO_MASK if no path continues there,
             UNKNOWN if what may follow is not known.
+        late: The matcher, if it fills the mask of node 0 while the forward pass runs.
     """
 
     proposed: TextDraft
@@ -64,6 +66,7 @@ class ConstrainedDraft:
     origins: tuple[int, ...]
     bits: NDArray[np.int32]
     rows: tuple[int, ...]
+    late: Matcher | None = None
 
     def first(self, count: int) -> ConstrainedDraft:
         """Returns the first nodes, for a text that has no pages for more.
@@ -151,8 +154,11 @@ def constrain(
     vocab_size: int,
     stops: Collection[int],
     tries_refused: bool,
+    late: bool = False,
 ) -> ConstrainedDraft:
     """Returns the part of a draft that a constraint allows, with the tokens that it forces.
+
+    Without a draft and a sure token, only the mask of node 0 matters, after the forward pass.
 
     Args:
         matcher: The automaton of the committed tokens.
@@ -162,22 +168,35 @@ def constrain(
         stops: Tokens that end the text.
         tries_refused: Whether nodes stay, as leaves, that the constraint forbids or that meet a
             limit of the matcher's copy: those of a drawn draft that the rule compares.
+        late: Whether such a mask may stay empty. `fill_late` fills it.
 
     Raises:
         NoTokenLeft: If no token may follow the committed ones.
         ConstraintError: If the matcher meets a limit.
     """
     first = np.zeros(num_words(vocab_size), np.int32)
+    if late and not proposed.num_nodes and not (budget.num_nodes and matcher.forces()):
+        return ConstrainedDraft(proposed, proposed, (), first[None], (0,), matcher)
     matcher.fill(first)
     num_filled = np.count_nonzero(first)  # words, of which a sure token has one
     if not num_filled:
-        raise NoTokenLeft("no token fulfils the constraint and allowed_token_ids together")
+        raise NoTokenLeft(NOTHING_FITS)
     if not proposed.num_nodes and (num_filled > 1 or not budget.num_nodes):
         return ConstrainedDraft(proposed, proposed, (), first[None], (0,))
     walk = _Walk(matcher, proposed, budget, stops, tries_refused)
     walk.masks.append(first)
     walk.visit(ROOT, ROOT, first, 0)
     return walk.finish()
+
+
+def fill_late(drafts: Seq[ConstrainedDraft]) -> None:
+    """Fills the masks that stayed empty. A mask whose matcher meets a limit allows no token."""
+    for draft in drafts:
+        assert draft.late is not None
+        try:
+            draft.late.fill(draft.bits[0])
+        except ConstraintError:
+            draft.bits[:] = 0
 
 
 class _Walk:

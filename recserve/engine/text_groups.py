@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import is_
 
 import numpy as np
@@ -36,12 +38,20 @@ class GroupMasks:
 
     Attributes:
         drafts: Draft of each constrained text, by its number in the group.
-        bits, rows: As in `TokenMasks`, for the packed nodes of the group.
+        rows: As in `TokenMasks`, for the packed nodes of the group.
+        filled: Done when all masks are filled. None if they are.
     """
 
     drafts: Mapping[int, ConstrainedDraft]
-    bits: NDArray[np.int32]
     rows: NDArray[np.int64]
+    filled: Future[None] | None
+
+    @cached_property
+    def bits(self) -> NDArray[np.int32]:
+        """As in `TokenMasks`. It waits for masks that are being filled."""
+        if self.filled is not None:
+            self.filled.result()
+        return np.concatenate([draft.bits for draft in self.drafts.values()])
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,13 @@ class TextGroup:
             masks=None if masks is None else TokenMasks(bits, rows),
         )
 
-    def constrained(self, drafts: Mapping[TextSequence, ConstrainedDraft]) -> TextGroup:
-        """Returns the group with the masks of its constrained texts, which have these drafts."""
+    def constrained(
+        self, drafts: Mapping[TextSequence, ConstrainedDraft], filled: Future[None] | None
+    ) -> TextGroup:
+        """Returns the group with the masks of its constrained texts, which have these drafts.
+
+        `filled` is as in `GroupMasks`.
+        """
         own: dict[int, ConstrainedDraft] = {}
         rows: list[int] = []
         num_masks = 0
@@ -113,8 +128,7 @@ class TextGroup:
                 num_masks += len(draft.bits)
         if not own:
             return self
-        bits = np.concatenate([draft.bits for draft in own.values()])
-        return replace(self, masks=GroupMasks(own, bits, np.array(rows, np.int64)))
+        return replace(self, masks=GroupMasks(own, np.array(rows, np.int64), filled))
 
 
 class TextGroups:

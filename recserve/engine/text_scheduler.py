@@ -30,7 +30,7 @@ from recserve.core.plugins import request_error
 from recserve.core.sequence import Sequence
 from recserve.drafters.registry import check_speculation
 from recserve.engine.capture import GraphSet, PrefillGraphs
-from recserve.engine.constrained_drafts import UNKNOWN, ConstrainedDraft, constrain
+from recserve.engine.constrained_drafts import UNKNOWN, ConstrainedDraft, constrain, fill_late
 from recserve.engine.draft_proposer import DraftProposer, Refusal
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
@@ -59,6 +59,9 @@ from recserve.speculation.logits_processor import TokenCounts
 from recserve.speculation.verifiers.registry import check_rule, verifiers
 
 log = logging.getLogger(__name__)
+
+# Masks of smaller vocabularies take less time than passing them to another thread.
+LATE_VOCABULARY = 8192
 
 
 class PromptTooLong(ValueError):
@@ -161,6 +164,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
         self._constrains = False  # whether an admitted text may have a constraint
+        self._filled: Future[None] | None = None  # when the last masks are filled
         self._text_groups = TextGroups(runner.pool.keys.device, together=graphs is not None)
 
     @cached_property
@@ -170,6 +174,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             return self.graphs.token_counts
         rows, device = self.kv.slots.shape[0], self.kv.slots.device
         return TokenCounts(rows, self.model.config.vocab_size, device)
+
+    @cached_property
+    def _filler(self) -> ThreadPoolExecutor:
+        """The thread that fills masks beside the forward pass."""
+        return ThreadPoolExecutor(1, "masks")
 
     @cached_property
     def _restarts(self) -> ThreadPoolExecutor:
@@ -453,7 +462,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             if not self._grow(sequence, sequence.length + own.draft.num_nodes):
                 constrained[sequence] = own = own.first(sequence.capacity - sequence.length)
             drafts[sequence] = own.draft
-        return [group.constrained(constrained) for group in self._text_groups.of(stepping, drafts)]
+        late = [own for own in constrained.values() if own.late is not None]
+        self._filled = self._filler.submit(fill_late, late) if late else None
+        groups = self._text_groups.of(stepping, drafts)
+        return [group.constrained(constrained, self._filled) for group in groups]
 
     def _constrain(
         self, drafts: dict[TextSequence, TextDraft], refusals: list[Refusal]
@@ -470,6 +482,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if not texts:
             self._constrains = any(s.request.constraint is not None for s in self.admitted)
         found: dict[TextSequence, ConstrainedDraft] = {}
+        vocab_size = self.model.config.vocab_size
+        late = vocab_size >= LATE_VOCABULARY and self.graphs is None
+        if self._filled is not None:  # a step that failed may not have waited for it
+            wait([self._filled])
         for sequence in texts:
             request, proposed = sequence.request, drafts[sequence]
             compares = proposed.probs is not None and not request.params.greedy
@@ -478,9 +494,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     sequence.match(),
                     proposed,
                     sequence.budget(self.limits.draft_nodes),
-                    self.model.config.vocab_size,
+                    vocab_size,
                     request.params.stop_token_ids,
                     compares and verifiers()[request.speculation.verifier].reads_probs,
+                    late and not sequence.fills_early,
                 )
             except Exception as error:
                 if isinstance(error, ConstraintError) and not isinstance(error, NoTokenLeft):
@@ -532,6 +549,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             sequence.timing.nodes += 1 + draft.num_nodes
             constrained = None if masks is None else masks.drafts.get(number)
             cut = False
+            if constrained is not None and constrained.late and not constrained.bits.any():
+                sequence.fills_early = True  # the next step says why
+                self._drop_draw(sequence)
+                first += 1
+                continue
             try:
                 sequence.nonfinite |= number in verified.nonfinite
                 if sequence.nonfinite:
@@ -561,8 +583,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             ranked = None if verified.ranked is None else verified.ranked[number]
             if cut:
                 state, ranked = hidden[path[used]].clone(), None
-                if sequence.request.params.counts_tokens:  # they have the draw
-                    self.token_counts.start(sequence.row, sequence.context)
+                self._drop_draw(sequence)
             sequence.mark_computed(before + used, state, ranked)
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
@@ -596,6 +617,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             first += 1 + group.drafts[number].num_nodes
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
+
+    def _drop_draw(self, sequence: TextSequence) -> None:
+        """Corrects the counts of a text, which have a token that was drawn without a mask."""
+        if sequence.request.params.counts_tokens:
+            self.token_counts.start(sequence.row, sequence.context)
 
     def _resume(self) -> None:
         """Resumes preempted texts in order, until one finds no pages."""

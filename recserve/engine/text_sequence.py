@@ -45,6 +45,8 @@ class TextSequence(Sequence):
         end: Most committed tokens that the positions and the request allow.
         matcher: Automaton of the output of a constrained text, from its first step on. None if a
             limit was met: then it is made anew.
+        fills_early: Whether masks of the text are never filled beside the forward pass, because one
+            of them allowed no token.
         new_matcher: The matcher that is being made anew for a text without one.
     """
 
@@ -65,6 +67,7 @@ class TextSequence(Sequence):
     end: int = field(init=False)
     matcher: Matcher | None = None
     new_matcher: Future[Matcher] | None = None
+    fills_early: bool = False
 
     def __post_init__(self) -> None:
         self.end = min(self.context.num_prompt + self.request.params.max_tokens, self.limit)

@@ -9,6 +9,7 @@ import pytest
 
 from recserve.core.constraint import Grammar, NoTokenLeft
 from recserve.drafters.none import NoDrafter
+from recserve.engine import text_scheduler
 from recserve.speculation.sampling_params import Speculation
 from tests.support.constrained_texts import (
     GRAMMARS,
@@ -64,8 +65,12 @@ def check_valid(grammar, query, result):
     return ended
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("drafter", ["none", "suffix", "draft_model"])
-def test_a_constrained_text_is_that_without_drafts(drafter):
+def test_a_constrained_text_is_that_without_drafts(drafter, late, monkeypatch):
+    """Also if a thread fills masks beside the forward pass, as for large vocabularies."""
+    if late:
+        monkeypatch.setattr(text_scheduler, "LATE_VOCABULARY", 0)
     random = np.random.default_rng(list(EVERY).index(drafter))
     model = shared_model()
     names = [*GRAMMARS, *GRAMMARS]

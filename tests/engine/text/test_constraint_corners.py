@@ -12,10 +12,11 @@ from scipy import stats
 from recserve.core.constraint import Choices, ConstraintError, Grammar, NoTokenLeft
 from recserve.drafters.draft_model.drafter import ModelDrafter
 from recserve.drafters.draft_model.specinfer import specinfer
+from recserve.engine import text_scheduler
 from recserve.engine.constrained_drafts import constrain
 from recserve.kernels.tree import AUXILIARY
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.draft import Budget, TextDraft, chain_draft
+from recserve.speculation.draft import Budget, TextDraft
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.engine.text.test_constrained_texts import UNDRAFTED, outcome, results
@@ -37,6 +38,14 @@ from tests.support.text_plain import (
     last_logits,
     processed,
 )
+
+
+@pytest.fixture(params=[False, True], ids=["before", "beside"])
+def late(request, monkeypatch):
+    """Whether a thread fills masks beside the forward pass, as for large vocabularies."""
+    if request.param:
+        monkeypatch.setattr(text_scheduler, "LATE_VOCABULARY", 0)
+
 
 AB, CD = Choices(("abcd",)), Grammar("regex", "(ab|cd){2}")
 
@@ -61,6 +70,9 @@ class FailingMatcher:
 
     def __init__(self, constraint, inner, left, copied=False):
         self.constraint, self.inner, self.left, self.copied = constraint, inner, left, copied
+
+    def forces(self):
+        return self.inner.forces()
 
     def fill(self, row):
         if self.left is not None:
@@ -117,6 +129,7 @@ def with_drafts(model, one):
         (CD, tokens_of("ab"), {"temperature": 0.0}),
     ],
 )
+@pytest.mark.usefixtures("late")
 def test_a_text_without_a_token_left_ends_by_name(wanted, allowed, params):
     found = with_drafts(shared_model(), query(wanted, allowed=allowed, **params))
     kinds = set(map(outcome, found))
@@ -153,6 +166,7 @@ def test_sure_tokens_need_no_drafter_and_no_steps():
     assert results(engine_for(shared_model()), [short])[0].timing.forwards > 4
 
 
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("states", chosen([30, 45, 60], "45"))
 def test_a_limit_ends_the_text_that_meets_it_and_no_other(states, monkeypatch):
     """Where a text meets it does not depend on drafts, or on texts of the same grammar."""
@@ -175,6 +189,7 @@ def test_a_limit_ends_the_text_that_meets_it_and_no_other(states, monkeypatch):
         assert any(kind[0] is ConstraintError for kind in wanted)
 
 
+@pytest.mark.usefixtures("late")
 def test_no_text_waits_for_a_matcher_that_is_made_anew(monkeypatch):
     """Nor does the engine's thread make it; and the text that waits is as it would be alone."""
     model, go, threads = shared_model(), threading.Event(), set()
@@ -278,8 +293,12 @@ def law(model, wanted, prompt, params):
 
 
 class UnevenDrafter(Drafter):
-    """Draws chains of two tokens: the likeliest first one of the tests, or a forbidden one."""
+    """Draws the likeliest first token of the tests, or a forbidden one: two of them in a chain.
 
+    For `multi_step`, the first one also has a sibling.
+    """
+
+    always_draws = True
     often = tokens_of("d")
     probs = torch.zeros(VOCABULARY)
     probs[[*often, *tokens_of("x")]] = 0.5
@@ -287,10 +306,13 @@ class UnevenDrafter(Drafter):
     def propose(self, contexts, budgets):
         found = []
         for context, budget in zip(contexts, budgets, strict=True):
-            n = min(budget.num_nodes, budget.depth, 2)
+            forks = context.speculation.verifier == "multi_step" and budget.num_nodes > 2
+            parents = [-1, 0, -1] if forks else [-1, 0][: min(budget.num_nodes, budget.depth)]
             random = torch.Generator().manual_seed(hash((context.params.seed, context.num_output)))
-            drawn = [int(self.probs.multinomial(1, generator=random)) for _ in range(n)]
-            found.append(chain_draft(torch.tensor(drawn), self.probs.expand(n, -1)))
+            drawn = [int(self.probs.multinomial(1, generator=random)) for _ in parents]
+            probs = self.probs.expand(len(parents), -1)
+            depth = min(len(parents), 2)
+            found.append(TextDraft(torch.tensor(drawn), torch.tensor(parents), depth, probs))
         return found
 
 
@@ -343,6 +365,7 @@ def test_the_law_does_not_depend_on_limits(rule, case):
     keeps_the_law(engine, Speculation("own", rule), constraint, 400)
 
 
+@pytest.mark.usefixtures("late")
 def test_a_draw_behind_a_limit_is_not_counted():
     constraint = CopiesFail(compiler().compile("grammar", WANTED), UnevenDrafter.often)
     engine = engine_for(shared_model(), 2000, {"own": UnevenDrafter()})

@@ -28,6 +28,10 @@ class AllowedTokens:
             self.inner.fill(row)
             row &= self.mask
 
+    def forces(self) -> bool:
+        """Returns whether the other constraint has only one token."""
+        return self.inner is not None and self.inner.forces()
+
     def advance(self, token: int) -> None:
         """Appends a token."""
         if self.inner is not None:

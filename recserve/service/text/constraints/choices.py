@@ -88,6 +88,11 @@ class ChoiceMatcher:
         ends = trie.end_tokens if trie.is_end(node) else ()
         row[:] = mask_of(np.append(tokens, ends).astype(np.int64), trie.vocab_size)
 
+    def forces(self) -> bool:
+        """Returns whether only one token may follow."""
+        node = self._path[-1]
+        return len(self._trie.following(node)[0]) + self._trie.is_end(node) == 1
+
     def advance(self, token: int) -> None:
         """Appends a token. Raises ConstraintError if no choice goes on with it."""
         child = self._trie.child(self._path[-1], token)

@@ -209,6 +209,10 @@ class GrammarMatcher:
         self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
 
+    def forces(self) -> bool:
+        """Returns whether only one token may follow, or the matcher has met a limit."""
+        return bool(self._inner.compute_ff_tokens()) or self._inner.is_stopped()
+
     def advance(self, token: int) -> None:
         """Appends a token of the current mask."""
         self._inner.consume_token(token)
