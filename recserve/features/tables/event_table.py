@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from recserve.features.tables import large_events
 from recserve.features.tables.column_names import names_of_table
-from recserve.features.tables.event_files import read_event_files
+from recserve.features.tables.event_files import read_event_chunks
 from recserve.features.tables.event_rows import (
     COLUMNS,
     EventPart,
@@ -95,15 +95,15 @@ def find_problems(
     path: str | Path | Sequence[Path], columns: Mapping[str, str] | None = None
 ) -> list[str]:
     """Returns why the columns of event files cannot be used, whatever the items are."""
-    nothing = ItemTable([], [], [], pa.table({}))
     names = names_of_table(columns or {}, "events", COLUMNS)
     problems = []
     for one in [path] if isinstance(path, str | Path) else path:
         try:
-            if Path(one).is_dir():
-                read_event_files(Path(one))
+            if not Path(one).is_dir():
+                large_events.check_columns_of(Path(one), names)
             else:
-                EventRows.of(InputTable(Path(one), COLUMNS, names), nothing)
+                for _ in read_event_chunks(Path(one)):
+                    pass
         except SchemaError as error:
             problems.append(str(error))
     return problems

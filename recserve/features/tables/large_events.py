@@ -42,7 +42,7 @@ from recserve.features.tables.input_table import (
     read_chunks,
 )
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.mapped_arrays import new_array
+from recserve.features.tables.mapped_arrays import new_array, temporary_files
 from recserve.features.tables.parquet import (
     MAX_EXAMPLES,
     BadRows,
@@ -128,6 +128,20 @@ def read_large_events(
         return _Joining(reading).join(Path(folder))
 
 
+def check_columns_of(path: Path, names: Mapping[str, str]) -> None:
+    """Raises SchemaError if a file's columns cannot be used, whatever the items are."""
+    whole, nothing = ChunkedInput(path, COLUMNS, names), ItemTable([], [], [], pa.table({}))
+    try:
+        for content in read_chunks(path, whole.rename, CHUNK_ROWS):
+            if content.table.num_rows:
+                EventRows.of(whole.chunk(content), nothing)
+        if whole.types:
+            return
+    except UNREADABLE:
+        pass
+    EventRows.of(InputTable(path, COLUMNS, names), nothing)
+
+
 class _Buckets:
     """Rows on disk, divided into buckets. LZ4 leaves little of columns that are all zeros."""
 
@@ -135,7 +149,8 @@ class _Buckets:
         self.schema, self.number = schema, number
         self._paths = [folder / f"{name}-{bucket}" for bucket in range(number)]
         options = pa.ipc.IpcWriteOptions(compression="lz4")
-        self._writers = [pa.ipc.new_stream(path, schema, options=options) for path in self._paths]
+        with temporary_files():
+            self._writers = [pa.ipc.new_stream(p, schema, options=options) for p in self._paths]
 
     def add(self, columns: Arrays, buckets: np.ndarray) -> None:
         """Appends rows; `buckets` [n] is the bucket of each."""
@@ -148,11 +163,13 @@ class _Buckets:
                     pa.array(columns[one.name][rows].astype(one.type.to_pandas_dtype()))
                     for one in self.schema
                 ]
-                self._writers[bucket].write_batch(pa.record_batch(arrays, schema=self.schema))
+                with temporary_files():
+                    self._writers[bucket].write_batch(pa.record_batch(arrays, schema=self.schema))
 
     def take(self, bucket: int) -> Arrays:
         """Returns the rows of a bucket in the order in which they were added, and deletes it."""
-        self._writers[bucket].close()
+        with temporary_files():
+            self._writers[bucket].close()
         with pa.OSFile(str(self._paths[bucket])) as file:
             table = pa.ipc.open_stream(file).read_all()
         self._paths[bucket].unlink()

@@ -6,8 +6,10 @@ write its pages to disk when memory is short, so such arrays do not add up in me
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,31 @@ IN_MEMORY_BYTES = 64 << 20
 BLOCK_ROWS = 1 << 20
 
 
+class NoRoomError(RuntimeError):
+    """The folder for temporary files cannot hold what does not fit into memory."""
+
+
+@contextmanager
+def temporary_files() -> Iterator[None]:
+    """Raises NoRoomError for an OSError of a temporary file."""
+    try:
+        yield
+    except OSError as error:
+        raise NoRoomError(
+            f"{tempfile.gettempdir()}: events that do not fit into memory cannot be written here "
+            f"({error.strerror or error}); set TMPDIR to a folder with 60 bytes for each event"
+        ) from error
+
+
 def new_array(size: int, dtype: Any) -> np.ndarray:
-    """Returns an uninitialised array of `size` elements."""
-    if size * np.dtype(dtype).itemsize <= IN_MEMORY_BYTES:
+    """Returns an uninitialised array of `size` elements. Raises NoRoomError."""
+    size_bytes = size * np.dtype(dtype).itemsize
+    if size_bytes <= IN_MEMORY_BYTES:
         return np.empty(size, dtype)
-    with tempfile.TemporaryFile() as file:
+    with temporary_files(), tempfile.TemporaryFile() as file:
+        if hasattr(os, "posix_fallocate"):
+            # A page that finds no room later would end the process.
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
         return np.memmap(file, dtype, "w+", shape=(size,))
 
 

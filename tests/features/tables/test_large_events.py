@@ -1,6 +1,7 @@
 """Events read in chunks and buckets are those of a reading at once, in every kind of file."""
 
 import csv
+import errno
 import json
 import random
 from pathlib import Path
@@ -19,7 +20,10 @@ from recserve.features.tables import (
     mapped_arrays,
     text_files,
 )
+from recserve.features.tables.event_rows import COLUMNS, EventRows
+from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
+from recserve.features.tables.parquet import SchemaError
 
 NAMES = [f"i{n}" for n in range(9)]
 ITEMS = ItemTable(NAMES, [""] * 9, [[]] * 9, pa.table({}))
@@ -164,6 +168,43 @@ def test_chunks_read_as_a_whole(tmp_path: Path, small: Any, seed: int) -> None:
     whole = read(paths, policy, valued)
     small()
     assert read(paths, policy, valued) == whole
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_columns_that_cannot_be_used_are_named_alike(tmp_path: Path, small: Any, seed: int) -> None:
+    """What a build says of events beside wrong items is what a reading of them says."""
+    draw = random.Random(seed)
+    rows = drawn_rows(draw, 120, 0)
+    name = draw.choice([*COLUMN_FAULTS, None])
+    for n, row in enumerate(rows if name else ()):
+        row[name] = COLUMN_FAULTS[name](n, row)  # type: ignore[index]
+    kind = ("csv", "jsonl")[seed % 2]
+    path = write_file(tmp_path / "events", kind, rows, draw)
+    expected = []
+    try:
+        EventRows.of(InputTable(path, COLUMNS), ITEMS)
+    except SchemaError as error:
+        expected.append(str(error))
+    small()
+    assert event_table.find_problems(path) == expected
+
+
+@pytest.mark.parametrize("door", ["bucket", "array"])
+def test_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Any, door: str
+) -> None:
+    path = write_file(tmp_path / "events", "parquet", drawn_rows(random.Random(1), 150, 0), random)  # type: ignore[arg-type]
+    small()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if door == "bucket":
+        monkeypatch.setattr(large_events.pa.ipc, "new_stream", fail)
+    else:
+        monkeypatch.setattr(mapped_arrays.os, "posix_fallocate", fail)
+    with pytest.raises(mapped_arrays.NoRoomError, match="No space .* set TMPDIR"):
+        event_table.read_events(path, ITEMS, "skip")
 
 
 @pytest.mark.parametrize("seed", range(4))
