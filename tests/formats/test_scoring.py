@@ -161,3 +161,27 @@ def test_a_scoring_that_cannot_be_is_refused(body, words, tmp_path):
         with pytest.raises(InvalidRequest, match=words):
             service.recommend({"history": ["1"], **body})
         assert service.recommend({"history": ["1"], "k": 3}).scoring.rule == "children"
+
+
+def test_an_arm_of_a_live_experiment_names_a_scoring(tmp_path):
+    data = foreign(tmp_path, seed=37)
+    import_checkpoint(options(data, tmp_path, "minionerec"), quiet)
+    other = {"scoring": {"rule": "level", "temperature": 2.0}}
+    arms = [{"name": "own"}, {"name": "other", "fields": other}]
+    experiment = {"name": "rules", "use": "recommend", "arms": arms}
+    with (
+        opened(tmp_path, tmp_path / "bundle") as service,
+        live(service, experiments=[experiment]) as client,
+    ):
+        met = set()
+        for user in range(20):
+            body = {"history": ["1", "2"], "k": 3, "user": {"id": f"u{user}"}}
+            answer = client.post("/v1/recommend", json=body).json()
+            arm = answer["experiment"]["arm"]
+            met.add(arm)
+            rule, temperature = ("level", 2.0) if arm == "other" else ("vocabulary", 1.0)
+            assert answer["scoring"]["rule"] == rule
+            assert answer["scoring"]["temperature"] == temperature
+            asked = {**body, "scoring": {"rule": "level"}}  # sets the field of the experiment
+            assert client.post("/v1/recommend", json=asked).json()["experiment"]["arm"] is None
+        assert met == {"own", "other"}

@@ -36,38 +36,42 @@ def text_import(root, seed, **changes):
 class Exhaustive:
     """Scores of all ids by one history, and beam search over them in which ended ids wait."""
 
-    def __init__(self, data, ids, history, rule, temperature):
+    def __init__(self, data, ids, history, rule, temperature, model=None):
         tokenizer = data.tokenizer
         items = "".join(f"Item text ID: {ids[i]} Title: Item {i}.\n" for i in history[::-1])
         self.prompt = tokenizer.encode(items + "\nItem text ID: ")
         self.tokens = {item: tuple(tokenizer.encode(text)) for item, text in ids.items()}
-        self.model, self.rule, self.temperature = data.model, rule, temperature
+        self.model, self.rule, self.temperature = model or data.model, rule, temperature
         self.every = sorted({token for one in self.tokens.values() for token in one})
-        self.known = {}
+        self.known, self.ends = {}, set(self.tokens.values())
 
     @torch.inference_mode()
-    def gains(self, path):
-        """Returns the log-probability of each token after a path."""
-        if path not in self.known:
-            logits = self.model(torch.tensor([[*self.prompt, *path]])).logits[0, -1].double()
-            logits = logits / self.temperature
+    def score(self, paths):
+        """Computes the log-probabilities of the tokens after paths of one length."""
+        new = [path for path in paths if path not in self.known and path not in self.ends]
+        if not new:
+            return
+        rows = torch.tensor([[*self.prompt, *path] for path in new])
+        every = self.model(rows).logits[:, -1].double() / self.temperature
+        for path, logits in zip(new, every, strict=True):
             below = {one[len(path)] for one in self.tokens.values() if one[: len(path)] == path
                      and len(one) > len(path)}  # fmt: skip
             rivals = {"vocabulary": range(len(logits)), "level": self.every}.get(self.rule, below)
             whole = logits[sorted(rivals)].logsumexp(0)
             self.known[path] = {token: float(logits[token] - whole) for token in below}
-        return self.known[path]
 
     def search(self, width, power):
         """Returns the scores of the ids that beam search finds, best first."""
         beams = {(): 0.0}
         for _ in range(max(map(len, self.tokens.values()))):
             longer = {}
+            for length in {len(path) for path in beams}:
+                self.score([path for path in beams if len(path) == length])
             for path, score in beams.items():
-                if path in self.tokens.values():
+                if path in self.ends:
                     longer[path] = score
                 else:
-                    longer |= {(*path, t): score + gain for t, gain in self.gains(path).items()}
+                    longer |= {(*path, t): score + gain for t, gain in self.known[path].items()}
             best = sorted(longer, key=lambda path: -longer[path])[:width]
             beams = {path: longer[path] for path in best}
         return {path: score / len(path) ** power for path, score in beams.items()}
@@ -92,6 +96,28 @@ def test_slates_are_those_of_beams_in_which_ended_ids_wait(rule, tmp_path):
             # All ids are found by the widest search alone, whose order nothing can change.
             assert answer.exact == (power == 0 or width > len(ids))
             assert ("length_penalty" in answer.degraded) == (not answer.exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["children", "level", "vocabulary"])
+def test_hundreds_of_slates_are_those_of_plain_beams(rule, tmp_path):
+    """334 requests by each rule."""
+    data, ids = text_import(tmp_path, 50 + len(rule), shared_ids="first")
+    draw, model = np.random.default_rng(4), data.model
+    with opened(tmp_path, tmp_path / "bundle") as service:
+        for _ in range(334):
+            history = [str(row) for row in draw.integers(0, len(ids), draw.integers(1, 6))]
+            temperature, power = float(draw.choice([0.3, 1.0])), float(draw.choice([0.0, 1.0]))
+            width = int(draw.choice([8, 200]))
+            scoring = {"rule": rule, "temperature": temperature, "length_penalty": power}
+            body = {"history": history, "k": 8, "beam_width": width, "scoring": scoring}
+            answer = service.recommend({**body, "exclude": {"seen": False}})
+            plain = Exhaustive(data, ids, history[-4:], rule, temperature, model)
+            wanted = plain.search(width, power)
+            best = sorted(wanted.values(), reverse=True)[:8]
+            np.testing.assert_allclose([item.score for item in answer.items], best, atol=1e-5)
+            for item in answer.items:
+                assert item.score == pytest.approx(wanted[plain.tokens[item.item_id]], abs=1e-5)
 
 
 def test_texts_are_ranked_filtered_and_capped(tmp_path):
