@@ -551,7 +551,6 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             cut = False
             if constrained is not None and constrained.late and not constrained.bits.any():
                 sequence.fills_early = True  # the next step says why
-                self._drop_draw(sequence)
                 first += 1
                 continue
             try:
@@ -583,7 +582,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             ranked = None if verified.ranked is None else verified.ranked[number]
             if cut:
                 state, ranked = hidden[path[used]].clone(), None
-                self._drop_draw(sequence)
+                if sequence.request.params.counts_tokens:  # they have the draw
+                    self.token_counts.start(sequence.row, sequence.context)
             sequence.mark_computed(before + used, state, ranked)
             if sequence.drafter.reads_states:
                 sequence.states = states.read_by(sequence.drafter, path[: used + 1])
@@ -617,11 +617,6 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             first += 1 + group.drafts[number].num_nodes
         for drafter, own_outcomes in outcomes.values():
             drafter.commit(own_outcomes)
-
-    def _drop_draw(self, sequence: TextSequence) -> None:
-        """Corrects the counts of a text, which have a token that was drawn without a mask."""
-        if sequence.request.params.counts_tokens:
-            self.token_counts.start(sequence.row, sequence.context)
 
     def _resume(self) -> None:
         """Resumes preempted texts in order, until one finds no pages."""
