@@ -290,6 +290,7 @@ class Bundle:
         self.root = root
         self.manifest = manifest
         self._hashed: dict[str, HashedFile] = {}
+        self._large_events: EventLog | None = None  # on disk, so that they are read once
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -449,10 +450,15 @@ class Bundle:
             raise BundleError(
                 f"{self.root}: was imported without events; import it again with --events FILE"
             )
+        if self._large_events is not None:
+            return self._large_events
         try:
-            return read_events(self.path(EVENTS), self._catalog.items)[0]
+            events = read_events(self.path(EVENTS), self._catalog.items)[0]
         except (ValueError, OSError) as error:
             raise BundleError(f"{self.root}: events: {error}") from error
+        if events.is_mapped:
+            self._large_events = events
+        return events
 
     def quantizer(self) -> Quantizer:
         """Loads the frozen quantiser. Raises BundleError if it is damaged."""

@@ -60,6 +60,11 @@ class EventLog:
         """n, the number of events of all users."""
         return int(self.item_rows.shape[0])
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the times, which are the largest array, are mapped from disk."""
+        return isinstance(self.times, np.memmap)
+
     def lengths(self) -> np.ndarray:
         """Returns [U] int64 events per user."""
         return np.diff(self.offsets)
