@@ -17,6 +17,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -168,7 +169,8 @@ def _steps(config: RetrainConfig, run: Run, admin_key: str | None, api_key: str 
     run.step("build", lambda: steps.build(config, run, served, typer.echo))
     for model in steps.MODELS:
         if model in config.train:
-            run.step(f"train {model}", lambda m=model: steps.train(config, run, served, m))  # type: ignore[misc]
+            do = partial(steps.train, config, run, served, model, typer.echo)
+            run.step(f"train {model}", do)
     gate = run.step("gate", lambda: steps.judge(config, run, served))
     for fault in gate["faults"]:
         typer.echo(f"gate: {fault}", err=True)

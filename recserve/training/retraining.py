@@ -258,7 +258,8 @@ class Run:
                 run.note("outcome", GIVEN_UP)
         new = folder / f"{(numbers[-1] if numbers else 0) + 1:04}"
         new.mkdir()
-        return Run(new, {"format": FORMAT, "settings": settings})
+        began_us = time.time_ns() // 1000
+        return Run(new, {"format": FORMAT, "settings": settings, "began_us": began_us})
 
     @property
     def number(self) -> int:
@@ -394,7 +395,7 @@ def build(config: RetrainConfig, run: Run, served: Bundle, log: Log) -> dict[str
     }
 
 
-def train(config: RetrainConfig, run: Run, served: Bundle, model: str) -> dict[str, Any]:
+def train(config: RetrainConfig, run: Run, served: Bundle, model: str, log: Log) -> dict[str, Any]:
     """Trains one model of the run's bundle, from its checkpoint if there is one."""
     from recserve.training.item_drafters.draft_head import train_drafter
     from recserve.training.ranker.ranker import train_ranker
@@ -419,10 +420,14 @@ def train(config: RetrainConfig, run: Run, served: Bundle, model: str) -> dict[s
     )
     if model == "ranker":
         key = os.environ.get("RECSERVE_SIGNING_KEY")
+        slates = None if config.slate_log is None else run.folder / "slate_log"
+        if slates is not None and not any(slates.glob("slates-*.parquet")):
+            log("the slate log has no slates yet; the ranker draws its negatives")
+            slates = None
         report = train_ranker(
             bundle,
             options,
-            slate_log=None if config.slate_log is None else run.folder / "slate_log",
+            slate_log=slates,
             signing_key=None if key is None else key.encode(),
         )
     elif model == "recommender":
@@ -464,7 +469,7 @@ def judge(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:
             faults.append(f"{name} is {shift[name]:.3f}; at most {limit:g} is allowed")
     if new.has("recommender") and served.has("recommender"):
         device = TrainOptions(device=config.device).torch_device()
-        found |= compare(served, new, limits, device)
+        found |= compare(served, new, limits, device, run.record["began_us"])
         low, old = found["interval"][0], found["served"]
         if found["users"] < limits.min_users:
             faults.append(
@@ -546,17 +551,24 @@ def _by_type(bundle: Bundle) -> tuple[dict[str, float], dict[str, tuple[float, f
 
 
 def compare(
-    served: Bundle, new: Bundle, limits: GateLimits, device: torch.device | str = "cpu"
+    served: Bundle,
+    new: Bundle,
+    limits: GateLimits,
+    device: torch.device | str = "cpu",
+    now_us: int = 1 << 62,
 ) -> dict[str, Any]:
     """Returns the metric of both bundles for the same users, whose newest event is held out.
 
     Both see the new bundle's histories. An item that a bundle does not have is missing from its
-    histories, and is a miss where it is the held-out one.
+    histories, and is a miss where it is the held-out one. Clocks of clients may be wrong: events
+    after `now_us` do not say which days are the newest.
     """
     events = new.events()
     cases = leave_one_out_cases(events, "test")
     if events.has_timestamps:
-        since = int(events.times.max()) - int(limits.days * DAY_US)
+        past = events.times[events.times <= now_us]
+        newest = int(past.max()) if past.size else int(events.times.min())
+        since = newest - int(limits.days * DAY_US)
         cases = cases.take(np.flatnonzero(events.times[cases.stops] >= since))
     cases = cases.sample(limits.users)
     if not len(cases):

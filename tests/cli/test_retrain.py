@@ -112,6 +112,17 @@ def test_a_bundle_compared_with_itself_does_not_differ(tmp_path):
     assert set(drift(bundle, bundle).values()) == {0.0}
 
 
+def test_a_wrong_clock_does_not_empty_the_newest_days(tmp_path):
+    """Events of a later year than the run are compared, and do not say what is new."""
+    bundle = Bundle.open(tiny_bundle(tmp_path))
+    times = np.sort(bundle.events().times)
+    limits, now_us = GateLimits(days=30), int(times[len(times) // 2])
+    assert (
+        compare(bundle, bundle, limits, now_us=now_us)["users"]
+        > 2 * (compare(bundle, bundle, limits)["users"])
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
