@@ -84,6 +84,8 @@ def import_checkpoint(options: ImportOptions, log: Callable[[str], None] = print
     started, out = time.monotonic(), Path(options.out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise BundleError(f"{out}: not empty; choose another folder or delete this one")
+    if blocked := next((up for up in out.parents if up.exists() and not up.is_dir()), None):
+        raise BundleError(f"{out}: {blocked} is a file; choose another folder")
     chosen = open_format(options)
     check_folder(options.folder)
     items, bad = read_items(options.items, columns=options.columns)

@@ -160,9 +160,10 @@ def _array(path: Path, suffix: str) -> np.ndarray:
         raise ImportFault(f"{path}: larger than {MAX_ROWS_BYTES} bytes")
     if suffix == ".npy":
         try:
-            return np.asarray(np.load(path, allow_pickle=False))
-        except (ValueError, OSError, EOFError) as error:
-            raise ImportFault(f"{path} is no plain .npy file: {error}") from None
+            # A map of the file: a header that claims a larger array is refused, not allocated.
+            return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except (ValueError, OSError, EOFError, OverflowError) as error:
+            raise ImportFault(f"{path} is no plain .npy file: {str(error):.200}") from None
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 

@@ -264,6 +264,21 @@ def test_a_tokeniser_that_is_missing_can_be_saved_there(tmp_path):
         import_checkpoint(options(data, tmp_path, "lc-rec"), lambda line: None)
 
 
+def test_an_array_that_claims_to_be_huge_is_refused(tmp_path):
+    data, path = foreign(tmp_path), tmp_path / "ids.npy"
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000, 3), }\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(ValueError, match="no plain .npy"):
+        import_checkpoint(options(data, tmp_path, "generic", ids=path), lambda line: None)
+
+
+def test_a_bundle_below_a_file_is_refused(tmp_path):
+    data = foreign(tmp_path)
+    out = data.items / "bundle"
+    with pytest.raises(ValueError, match=r"items.parquet is a file; choose another folder"):
+        import_checkpoint(options(data, tmp_path, "generic", out=out), lambda line: None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 400, 20))
 def test_hundreds_of_damaged_checkpoints_are_refused_in_words(seed, tmp_path):
