@@ -247,7 +247,7 @@ class Run:
         if numbers:
             last = folder / f"{numbers[-1]:04}"
             file = last / RECORD
-            record = {"format": FORMAT}
+            record: dict[str, Any] = {"format": FORMAT, "began_us": time.time_ns() // 1000}
             if file.exists():
                 record = read_json_object(file)
                 check_format(record.get("format"), FORMAT, file)
@@ -258,8 +258,9 @@ class Run:
                 run.note("outcome", GIVEN_UP)
         new = folder / f"{(numbers[-1] if numbers else 0) + 1:04}"
         new.mkdir()
-        began_us = time.time_ns() // 1000
-        return Run(new, {"format": FORMAT, "settings": settings, "began_us": began_us})
+        run = Run(new, {"format": FORMAT, "settings": settings})
+        run.note("began_us", time.time_ns() // 1000)
+        return run
 
     @property
     def number(self) -> int:
