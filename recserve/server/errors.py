@@ -156,7 +156,8 @@ TABLE: dict[type[Exception], Row] = {
         "server_error",
         "corrupt_history",
         "features_down",
-        "the stored history of this user is damaged; delete the user to start again",
+        "the stored history of this user is damaged, or another version of recserve wrote it: "
+        "`recserve history show` says which. Deleting the user starts again",
     ),
     ListingUnsupported: Row(501, "unsupported_error", "listing_unsupported", "invalid"),
     EngineStopped: Row(503, "unavailable_error", "not_ready", "not_ready"),
