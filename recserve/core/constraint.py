@@ -76,9 +76,15 @@ class Choices:
             raise ValueError(f"expected 1 to {MAX_CHOICES} choices, got {len(self.texts)}")
         if "" in self.texts:
             raise ValueError(f"choice {self.texts.index('')} is empty")
-        size = sum([len(text.encode("utf-8", "surrogatepass")) for text in self.texts])
-        if size > MAX_CHOICES_BYTES:
-            raise ValueError(f"expected at most {MAX_CHOICES_BYTES} bytes, got {size}")
+        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in self.texts]
+        if max(sizes) > MAX_GRAMMAR_BYTES:
+            place = sizes.index(max(sizes))
+            raise ValueError(
+                f"expected at most {MAX_GRAMMAR_BYTES} bytes of one choice, got {sizes[place]} "
+                f"of choice {place}"
+            )
+        if sum(sizes) > MAX_CHOICES_BYTES:
+            raise ValueError(f"expected at most {MAX_CHOICES_BYTES} bytes, got {sum(sizes)}")
 
 
 class Matcher(Protocol):

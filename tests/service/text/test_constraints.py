@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from decimal import Decimal
 
 import numpy as np
@@ -249,6 +250,7 @@ def test_requests_are_bounded():
         lambda: Grammar("regex", "a", blanks=1000),
         lambda: Choices(()),
         lambda: Choices(("a", "")),
+        lambda: Choices(("a", "b" * (1 << 20) + "c")),
         lambda: Choices(tuple(map(str, range(100_001)))),
     ):
         with pytest.raises(ValueError):
@@ -306,6 +308,47 @@ def test_choices_are_spelled_without_the_space_of_a_tokenizer(tmp_path):
     assert has_token(row, 1) and int(row[0]) == 2
     with pytest.raises(InvalidRequest, match=r"choice\[1\]: no tokens write"):
         compiler.compile("choice", Choices(("ab", "c")))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_of_choices(seed, compiler):
+    """Drawn choices, of which some are equal and some begin others: masks as by brute force."""
+    draw = random.Random(seed)
+    letters = draw.choice(["ab", "\x00\x01a", "é👩b"])
+    texts = [
+        "".join(draw.choices(letters, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 30))
+    ]
+    texts = [*texts, *draw.choices(texts, k=3), *(text + "a" for text in texts[:2])]
+    constraint = compiler.compile("choice", Choices(tuple(texts)))
+    rows = {tuple(compiler.tokenizer.encode_literal(text)) for text in texts}
+    for row in rows:
+        matcher, mask = constraint.start(), np.zeros(num_words(VOCABULARY), np.int32)
+        for depth in range(len(row) + 1):
+            matcher.fill(mask)
+            wanted = {
+                other[depth] for other in rows if other[:depth] == row[:depth] and other[depth:]
+            }
+            wanted |= {END} if row[:depth] in rows else set()
+            assert {token for token in range(VOCABULARY) if has_token(mask, token)} == wanted
+            if depth < len(row):
+                matcher.advance(row[depth])
+
+
+def test_many_choices_take_few_steps_of_python(compiler):
+    """Steps of Python and sorts of Python objects hold the GIL, and with it other requests."""
+    choices = Choices(tuple(f"item {n % 9} of {n}" for n in range(20_000)))
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        compiler.compile("choice", choices)
+    finally:
+        sys.setprofile(None)
+    assert calls < 6 * len(choices.texts)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,11 @@ from recserve.core.constraint import Choices, Constraint, Grammar
 from recserve.schemas.items import InvalidRequest, UnsupportedField
 from recserve.service.errors import Uncompiled
 from recserve.service.text.constraints.allowed import AllowedConstraint
-from recserve.service.text.constraints.choices import ChoiceTrie
+from recserve.service.text.constraints.choices import (
+    ChoiceTrie,
+    UnspelledChoice,
+    encode_choices,
+)
 from recserve.service.text.constraints.grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -119,14 +123,8 @@ class ConstraintCompiler:
         Raises:
             UnfitGrammar: If no tokens write a choice.
         """
-        tokenizer = self.tokenizer
-        rows = tokenizer.encode_all(choices.texts)
-        for number, (text, tokens) in enumerate(zip(choices.texts, rows, strict=True)):
-            wanted = text.encode("utf-8", "surrogatepass")
-            if b"".join([tokenizer.all_bytes[token] for token in tokens]) != wanted:
-                # Many tokenisers put a space before a text, which a choice does not have.
-                spelled = tokenizer.spell(wanted)
-                if spelled is None:
-                    raise UnfitGrammar(f"[{number}]", f"no tokens write {text[:80]!r}")
-                rows[number] = spelled
-        return ChoiceTrie(rows, self.vocab_size, self.end_tokens)
+        try:
+            tokens, lengths = encode_choices(choices.texts, self.tokenizer)
+        except UnspelledChoice as error:
+            raise UnfitGrammar(f"[{error.place}]", str(error)) from None
+        return ChoiceTrie(tokens, lengths, self.vocab_size, self.end_tokens)
