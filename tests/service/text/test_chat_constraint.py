@@ -148,7 +148,7 @@ def test_every_call_fits_its_schema(tmp_path, kind, choice, thinks):
         matcher = plan.constraint.start()
         begun = THOUGHTS if thinks and number % 2 else ""
         if choice == "auto":
-            begun += '{"' if kind == "llama" else "a <tool_call>"
+            begun += '{"name": "weather", "parameters": {' if kind == "llama" else "a <tool_call>"
         elif kind == "llama":
             begun += "{"
         else:
@@ -201,16 +201,36 @@ def test_formats_are_held_in_calls_and_behind_thoughts(tmp_path, name):
                 assert allows(model, calls, before + call) == fits, (call, fits)
 
 
+# Content of a model that calls by JSON objects.
+ANSWERS_OF_LLAMA = [
+    '{"a": 1}',
+    '{"name": "Ulm", "parameters": {}}',
+    '{"name": "weather"}',
+    '{"name": "weather", "parameters": 5}',
+    '{"parameters": {}, "name": "weather"}',
+    '{"name": "weathe\\u0072", "parameters": {}}',
+    '[{"name": "weather", "parameters": {}}]',
+    '{"name": "weather", "parameters": ',
+    '{"name": "weather", "x": {}, "parameters": {}}',
+]
+
+
 @pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_text_is_free_until_a_call_begins(tmp_path, kind, thinks):
     model = model_of(tmp_path, TEMPLATES[kind], thinks)
     plan = planned(model, tools=TOOLS)
-    begin = '{"na' if kind == "llama" else "<tool_call>\n"
+    begin = '{"name": "now", "parameters": {' if kind == "llama" else "<tool_call>\n"
     for before in ("", THOUGHTS) if thinks else ("",):
         for text in ("", "hello { there", "a <tool_", "é\n\n</tool_call>"):
             assert allows(model, plan, before + text), text
         assert not allows(model, plan, before + begin + "x")
+        if kind == "llama":
+            for text in ANSWERS_OF_LLAMA:
+                assert allows(model, plan, before + text), text
+            spaced = ' \n{ "name":\t"weather" , "arguments" : {'
+            for text in (spaced, begin + '"a": 1}}', f"<|python_tag|> {begin}x", begin):
+                assert not allows(model, plan, before + text), text
     if kind != "llama":
         both = planned(model, tools=TOOLS, response_format={"type": "json_object"})
         assert allows(model, both, "{}") and not allows(model, both, "hello")

@@ -126,6 +126,34 @@ def test_what_models_write_is_read(kind, thinks):
     assert name == "weather" and arguments.startswith('{"city": "B\\"o\\n')
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_json_that_calls_no_known_function_is_content(seed):
+    """With the format `llama`: a turn is a call exactly if it begins as one of a known function."""
+    draw = random.Random(seed)
+    form = TurnForm(Thinking.NONE, call_formats()["llama"], TOOLS)
+    name = draw.choice(["weather", "now", "Weather", "no", "nowhere", "we\\u0061ther"])
+    key = draw.choice(["parameters", "arguments", "parameter"])
+    value = draw.choice(["{}", '{"a": {"b": "}"}}', "[]", "7", '"{}"'])
+    blank = [draw.choice(["", " ", "\n\t "]) for _ in range(8)]
+    pairs = [f'"name"{blank[0]}:{blank[1]}"{name}"', f'"{key}"{blank[2]}:{blank[3]}{value}']
+    if draw.random() < 0.2:
+        pairs.reverse()
+    before = draw.choice(["", " ", "<|python_tag|>", "<|python _tag|>", "a ", "["])
+    text = f"{before}{blank[4]}{{{blank[5]}{pairs[0]}{blank[6]},{blank[7]}{pairs[1]}}}"
+    is_call = (
+        before in ("", " ", "<|python_tag|>")
+        and (name in ("weather", "now") and key != "parameter" and value[0] == "{")
+        and pairs[0].startswith('"name"')
+    )
+    wanted = ("", "", [(name, value)]) if is_call else ("", text, [])
+    for pieces in ([text], list(text), split(text, draw)):
+        assert read(form, pieces) == wanted
+    if not is_call:  # content is passed on as soon as it is sure
+        parser = TurnParser(form)
+        known = '{"a": {"name": "weather"'
+        assert parser.push(known).content == known
+
+
 def test_a_text_between_the_tags_that_is_no_call_stays_content():
     form = TurnForm(Thinking.NONE, call_formats()["hermes"], TOOLS)
     for text in ("<tool_call>\nnothing\n</tool_call>", '<tool_call>{"name": 1}</tool_call> b'):

@@ -60,7 +60,7 @@ class HermesParser(CallParser):
             self._begin(BEGIN)
 
     def _begin(self, tag: str) -> None:
-        self._call, self._raw, self._last = JsonCall(needs_arguments=False), tag, ""
+        self._call, self._raw, self._last = JsonCall(), tag, ""
 
     def _end(self) -> None:
         if self._call is None:

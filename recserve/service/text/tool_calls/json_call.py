@@ -41,10 +41,9 @@ class JsonCall:
         in_arguments: Whether the next character belongs to the arguments.
     """
 
-    def __init__(self, needs_arguments: bool) -> None:
+    def __init__(self) -> None:
         self.raw = ""
         self.begun = self.ended = self.in_arguments = False
-        self._needs_arguments = needs_arguments
         self._object, self._arguments = JsonScanner(), JsonScanner()
 
     def read(self, character: str) -> Call | str:
@@ -83,7 +82,7 @@ class JsonCall:
             return None
         arguments: Any = next((found[key] for key in KEYS if key in found), None)
         if arguments is None:
-            return None if self._needs_arguments else Call(found["name"], "{}")
+            return Call(found["name"], "{}")
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return Call(found["name"], arguments)
