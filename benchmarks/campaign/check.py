@@ -102,7 +102,7 @@ class Check:
     """A check of the campaign.
 
     Attributes:
-        number: R1 to R26; numbers of checks that became tests are free.
+        number: R1 to R27; numbers of checks that became tests are free.
         name: Short name.
         measures: What is measured.
         cases: How many cases a full campaign tries.

@@ -13,6 +13,7 @@ from benchmarks.campaign.checks import (  # noqa: F401
     drain,
     engine_faults,
     fuzzing,
+    hostile_schemas,
     overload,
     redis_faults,
     shared_experiments,
