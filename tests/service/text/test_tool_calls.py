@@ -10,7 +10,8 @@ import pytest
 from recserve.service.text.tool_calls.call_format import Tool
 from recserve.service.text.tool_calls.registry import call_formats, format_of
 from recserve.service.text.tool_calls.turn import Thinking, TurnForm, TurnParser, thinking_of
-from tests.support.chat_templates import TEMPLATES
+from recserve.tokenizer.chat_template import ChatTemplate
+from tests.support.chat_templates import AROUND_TURNS, PUBLISHED, TEMPLATES
 
 STRING = {"type": "string"}
 TOOLS = (
@@ -152,6 +153,39 @@ def test_json_that_calls_no_known_function_is_content(seed):
         parser = TurnParser(form)
         known = '{"a": {"name": "weather"'
         assert parser.push(known).content == known
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_calls_come_back_from_published_templates(kind, seed):
+    """What the model wrote, a client sent back and the template wrote again are the same calls."""
+    draw = random.Random(f"{kind} {seed}")
+    source = PUBLISHED[kind]
+    found = format_of(source)
+    assert found is not None and found.name == kind
+    calls = [draw.choice(CALLS) for _ in range(1 if kind == "llama" else draw.randint(1, 3))]
+    content = "" if kind == "llama" else draw.choice(["", "Let me see.", "<tool> {"])
+    joint = "\n" if content else ""
+    text = content + joint + "\n".join(written(kind, *call) for call in calls)
+    form = TurnForm(Thinking.NONE, found, TOOLS)
+    thoughts, plain, parsed = read(form, split(text, draw))
+    assert (thoughts, plain) == ("", content)
+    assert [(name, json.loads(given)) for name, given in parsed] == calls
+    sent = [{"function": {"name": n, "arguments": json.loads(given)}} for n, given in parsed]
+    turns = [
+        {"role": "user", "content": "How warm?"},
+        {"role": "assistant", "content": plain, "tool_calls": sent},
+        *({"role": "tool", "content": f"result {n}", "name": n} for n, _ in parsed),
+        {"role": "user", "content": "And now?"},
+    ]
+    tools = [{"function": {"name": t.name, "parameters": dict(t.parameters)}} for t in TOOLS]
+    prompt = ChatTemplate(source, {}).render(turns, None, True, None, tools)
+    begin, end = AROUND_TURNS[kind]
+    again = prompt.split(begin)[1].partition(end)[0]
+    assert read(form, split(again, draw)) == read(form, [text])
+    assert prompt.endswith(begin) and all(f"result {name}" in prompt for name, _ in parsed)
+    if kind != "llama":
+        assert prompt.count("<|im_start|>user") == 3, "neighbouring results are one turn"
 
 
 def test_a_text_between_the_tags_that_is_no_call_stays_content():
