@@ -164,6 +164,52 @@ class LlamaCpp:
             times.append(now())
         return written, times
 
+    def write_under(self, prompt: Seq[int], tokens: int, grammar: str) -> list[int]:
+        """Returns at most `tokens` greedy tokens under a grammar in GBNF, without the end token.
+
+        As in llama.cpp's own programs, the grammar first checks the likeliest token, and all tokens
+        only if that one does not fit.
+
+        Raises:
+            ValueError: If the grammar is invalid.
+            RuntimeError: If decoding fails.
+        """
+        api, vocabulary = self.api, self.api.llama_model_get_vocab(self.model)
+        sampler = api.llama_sampler_init_grammar(vocabulary, grammar.encode(), b"root")
+        if not sampler:
+            raise ValueError(f"llama.cpp does not read the grammar {grammar[:80]!r}")
+        rows = (api.llama_token_data * self.vocab_size)()
+        view = np.ctypeslib.as_array(
+            ctypes.cast(rows, ctypes.POINTER(ctypes.c_float)), (self.vocab_size, 3)
+        )
+        numbers = view.view(np.int32)[:, 0]
+        one = (api.llama_token_data * 1)()
+        api.llama_memory_clear(api.llama_get_memory(self.context), True)
+        written: list[int] = []
+        feed = list(prompt)
+        while len(written) < tokens:
+            row = (ctypes.c_int32 * len(feed))(*feed)
+            if code := api.llama_decode(self.context, api.llama_batch_get_one(row, len(feed))):
+                raise RuntimeError(f"llama_decode returned {code}")
+            last = api.llama_get_logits_ith(self.context, -1)
+            logits = np.ctypeslib.as_array(last, shape=(self.vocab_size,))
+            token = int(logits.argmax())
+            one[0].id, one[0].logit = token, float(logits[token])
+            array = api.llama_token_data_array(one, 1, -1, False)
+            api.llama_sampler_apply(sampler, ctypes.byref(array))
+            if not np.isfinite(one[0].logit):
+                numbers[:], view[:, 1] = np.arange(self.vocab_size), logits
+                array = api.llama_token_data_array(rows, self.vocab_size, -1, False)
+                api.llama_sampler_apply(sampler, ctypes.byref(array))
+                token = int(numbers[view[:, 1].argmax()])
+            if api.llama_vocab_is_eog(vocabulary, token):
+                break
+            api.llama_sampler_accept(sampler, token)
+            feed = [token]
+            written += feed
+        api.llama_sampler_free(sampler)
+        return written
+
     def close(self) -> None:
         """Frees the context and the model."""
         self.api.llama_free(self.context)
