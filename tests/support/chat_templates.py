@@ -75,7 +75,8 @@ PUBLISHED = {
         "{% endfor %}</function>\n</tool_call>",
     ),
     "llama": "{%- for m in messages -%}"
-    "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>{{ '\n\n' }}"
+    "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>"
+    "{{ '\n\n' }}"
     "{%- if tools and loop.first %}Answer with "
     '{"name": NAME, "parameters": OBJECT} to call one of these.\n'
     "{% for t in tools %}{{ t | tojson }}\n\n{% endfor %}{% endif -%}"
@@ -84,7 +85,8 @@ PUBLISHED = {
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
     "{{ m.tool_calls[0].function.arguments | tojson }}}"
     "{%- else %}{{ m.content }}{% endif -%}<|eot_id|>{%- endfor -%}"
-    "{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{{ '\n\n' }}{% endif -%}",
+    "{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>"
+    "{{ '\n\n' }}{% endif -%}",
 }
 # What stands before and behind a turn of the assistant.
 AROUND_TURNS = {
