@@ -22,8 +22,12 @@ USERS = [f"user{number:06d}" for number in range(8)]
 
 
 def read_examples(page: str) -> list[str]:
-    """Returns the Python blocks of a page. Those of Spark need a cluster."""
-    blocks = PYTHON.findall((ROOT / page).read_text(encoding="utf-8"))
+    """Returns the Python blocks of a page. Those of Spark need a cluster.
+
+    Behind the mark of generated text stand signatures.
+    """
+    written = (ROOT / page).read_text(encoding="utf-8").partition("<!-- generated")[0]
+    blocks = PYTHON.findall(written)
     return [block for block in blocks if "pyspark" not in block]
 
 

@@ -64,12 +64,12 @@ def test_the_choice_is_the_best_of_its_evidence(tmp_path: Path) -> None:
         for each in (choice.candidates[0], choice.candidates[-1]):
             assert each.behind.value == pytest.approx(values[0] - each.ndcg.value)
             assert each.ms.low <= each.ms.value <= each.ms.high
-            options = EvaluationOptions("valid", each.strategy, (10,), 50, None, 25)
+            options = EvaluationOptions("valid", each.strategy, (10,), 50, users=25)
             options = replace(options, dense_weight=each.dense_weight)
             found = evaluate_bundle(opened, options).columns[column]["ndcg@10"]
             assert found == pytest.approx(each.ndcg.value)
         assert evidence[column]["candidates"][0]["ndcg"]["value"] == values[0]
-    measured = evaluate_bundle(opened, EvaluationOptions("valid", "auto", (10,), 50, None, 25))
+    measured = evaluate_bundle(opened, EvaluationOptions("valid", "auto", (10,), 50, users=25))
     for column, choice in choices.items():
         assert measured.columns[column]["ndcg@10"] == pytest.approx(choice.chosen.ndcg.value)
         assert f"{column}: {choice.chosen.strategy}, dense weight" in measured.strategy
