@@ -375,8 +375,9 @@ def guard_faults(before: Counts, now: Counts, limits: Guardrails) -> list[str]:
     slates, past = now.get("slates", 0.0), before.get("slates", 0.0)
     if min(slates, past) >= limits.min_requests and limits.min_outcome_factor:
         rate, was = now.get("outcomes", 0.0) / slates, before.get("outcomes", 0.0) / past
-        # Counts vary: the limit must lie above what the rate may be.
-        highest = rate + 1.96 * math.sqrt(max(rate, 1 / slates) / slates)
+        # The limit must lie above what the rate may be. 4 standard errors, since a watch looks many
+        # times, and the outcomes of one slate come together.
+        highest = rate + 4 * math.sqrt(max(rate, 1 / slates) / slates)
         if highest < was * limits.min_outcome_factor:
             faults.append(f"{rate:.3f} outcomes per slate, {was:.3f} before the load")
     return faults
