@@ -26,7 +26,7 @@ DOORS = ("python", "/v1", "/v2", "batch", "batch default", "command", "experimen
 
 
 def drawn_scoring(draw, name):
-    """Returns a drawn scoring, and the whole of it that the answer should have."""
+    """Returns a drawn scoring that is not the own one, and all of it as the answer has it."""
     rule = str(draw.choice(["children", "level", "vocabulary"]))
     has_ends = name not in WITHOUT_ENDS and rule == "vocabulary"
     whole = {
@@ -37,9 +37,10 @@ def drawn_scoring(draw, name):
     }
     own = {"rule": OWN[name], "temperature": 1.0, "length_penalty": float(name == "lc-rec")}
     given = {n: v for n, v in whole.items() if v != own.get(n) or draw.integers(2)}
-    if has_ends and whole["end_tokens"] and draw.integers(2):
-        del given["end_tokens"]  # what the rule scores if nothing else is said
-    return given, whole
+    if whole["end_tokens"] and draw.integers(2):
+        given.pop("end_tokens", None)  # what the rule scores if nothing else is said
+    changed = any(own.get(n, has_ends) != v for n, v in whole.items())
+    return (given, whole) if changed else drawn_scoring(draw, name)
 
 
 def answer_of(door, service, client, root, body):

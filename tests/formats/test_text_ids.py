@@ -82,7 +82,11 @@ def test_slates_are_those_of_beams_in_which_ended_ids_wait(rule, tmp_path):
     data, ids = text_import(tmp_path, len(rule), shared_ids="first", rule=rule)
     draw = np.random.default_rng(len(rule))
     with opened(tmp_path, tmp_path / "bundle") as service:
-        for temperature, power, width in ((1.0, 0.0, 5), (1.0, 1.0, 5), (0.5, 0.7, 200)):
+        # A steep divisor lets long ids win that thresholds of sums would drop.
+        for temperature, power, width in (
+            *((1.0, 0.0, 5), (1.0, 1.0, 5), (0.5, 0.7, 200)),
+            *((1.0, 2.0, 200), (0.3, 3.0, 200)),
+        ):
             history = [str(row) for row in draw.integers(0, len(ids), 4)]
             scoring = {"temperature": temperature, "length_penalty": power}
             body = {"history": history, "k": 5, "beam_width": width, "scoring": scoring}
