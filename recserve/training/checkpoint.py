@@ -1,8 +1,8 @@
 """Checkpoints of training runs, each in one safetensors file.
 
 A checkpoint holds everything that a resumed run needs to continue exactly like an uninterrupted
-run. It holds no state of a random generator: every epoch seeds its own generator from (seed,
-epoch).
+run. Every epoch seeds its own generator from (seed, epoch). So only a checkpoint within an epoch
+holds the states of random generators.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT = "recserve-checkpoint/1"
 
 @dataclass
 class RunState:
-    """State of a training run at the end of an epoch.
+    """State of a training run.
 
     Attributes:
         model: The model in training.
@@ -46,6 +46,10 @@ class RunState:
         seconds: Training and validation time, including the runs that this one resumes.
         validation_s: Duration of the latest validation.
         history: One record per finished epoch.
+        batches: Number of finished batches of an epoch that is not finished.
+        targets: Number of their targets.
+        sums: Their summed losses, by name.
+        random: States of random generators after them, by kind of device.
     """
 
     model: nn.Module
@@ -59,11 +63,37 @@ class RunState:
     seconds: float = 0.0
     validation_s: float = 0.0
     history: list[EpochRecord] = field(default_factory=list)
+    batches: int = 0
+    targets: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    random: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin_epoch(self) -> None:
+        """Forgets the batches of the last epoch."""
+        self.batches, self.targets, self.sums, self.random = 0, 0, {}, {}
+
+    def note_batches(self, batches: int, targets: int, sums: dict[str, float]) -> None:
+        """Notes what is finished of the present epoch, and the states of random generators."""
+        self.batches, self.targets, self.sums = batches, targets, dict(sums)
+        self.random = {"cpu": torch.get_rng_state()}
+        device = next(self.model.parameters()).device
+        if device.type == "cuda":
+            self.random["cuda"] = torch.cuda.get_rng_state(device)
+
+    def restore_random(self) -> None:
+        """Sets the random generators to the states that `note_batches` saw."""
+        if "cpu" in self.random:
+            torch.set_rng_state(self.random["cpu"].cpu())
+        device = next(self.model.parameters()).device
+        if "cuda" in self.random and device.type == "cuda":
+            torch.cuda.set_rng_state(self.random["cuda"].cpu(), device)
 
     def counters(self) -> dict[str, Any]:
         """Returns the JSON-ready part of the state, which is everything but tensors."""
         names = ("epoch", "step", "best_epoch", "best_value", "seconds", "validation_s")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.batches:
+            values |= {"batches": self.batches, "targets": self.targets, "sums": self.sums}
         return values | {"history": [asdict(record) for record in self.history]}
 
 
@@ -76,6 +106,9 @@ class _Counters:
     best_epoch: int
     seconds: float
     validation_s: float
+    batches: int = 0
+    targets: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
 
 
 def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None:
@@ -93,6 +126,7 @@ def save_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     tensors |= {f"averaged.{n}": t for n, t in state.averaged.items()}
     tensors |= {f"best.{n}": t for n, t in state.best.items()}
     tensors |= {f"optimizer.{n}": t for n, t in optimizer_state(state.optimizers).items()}
+    tensors |= {f"random.{n}": t for n, t in state.random.items()}
     header = {
         FORMAT_KEY: FORMAT,
         "run": json.dumps(state.counters()),
@@ -141,6 +175,7 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     state.averaged = {n: t.to(device) for n, t in groups["averaged"].items()}
     state.best = {n: t.to(device) for n, t in groups.get("best", {}).items()}
     load_optimizer_state(state.optimizers, groups.get("optimizer", {}))
+    state.random = groups.get("random", {})
     state.history = [
         parse_record(record, EpochRecord, f"checkpoint {path.name}: ")
         for record in run.pop("history", ())

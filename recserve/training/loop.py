@@ -21,6 +21,7 @@ from recserve.training.schedule import Schedule
 
 LOG_EVERY_S = 10.0  # lines of progress within an epoch, where no bar can be drawn
 ESTIMATE_AFTER_S = 5.0  # of the first epoch
+SAVE_EVERY_S = 600.0  # checkpoints within an epoch
 VALIDATION_SHARE = 0.1  # share of max_minutes that is reserved for the first validation
 
 
@@ -90,7 +91,8 @@ def fit(
         trainee: Model, data and validation.
         schedule: Learning rate, averaging and stopping.
         options: Options of the command, for example seed and time limit.
-        directory: Receives `checkpoint.safetensors` after each epoch and `training.png` at the end.
+        directory: Receives `checkpoint.safetensors` after each epoch, and every SAVE_EVERY_S within
+            one, and `training.png` at the end.
         console: Where progress is printed; None means standard error.
         reserve: Share of the time left that the caller needs after the training.
 
@@ -139,7 +141,7 @@ class _Run(Generic[Batch]):
         state = self.state
         if self.options.resume and self.checkpoint.exists():
             load_checkpoint(state, self.checkpoint, self.recipe)
-            self.console.print(f"resumed after epoch {state.epoch} of {self.schedule.epochs}")
+            self.console.print(f"resumed {self._place()} of {self.schedule.epochs}")
         elif self.options.resume:
             self.console.print(f"no {self.checkpoint.name} to resume; training starts anew")
         is_new = not self.directory.exists()
@@ -172,10 +174,16 @@ class _Run(Generic[Batch]):
 
     def _how_to_resume(self) -> str:
         """Returns what is left of an interrupted run."""
-        epoch = self.state.epoch
-        if not epoch:
+        if not self.state.epoch and not self.state.batches:
             return "interrupted in the first epoch; nothing is saved"
-        return f"interrupted after epoch {epoch}; the same command with --resume continues there"
+        return f"interrupted {self._place()}; the same command with --resume continues there"
+
+    def _place(self) -> str:
+        """Returns the place of the last checkpoint."""
+        epoch, batches = self.state.epoch, self.state.batches
+        return (
+            f"after {batches} batches of epoch {epoch + 1}" if batches else f"after epoch {epoch}"
+        )
 
     def _epochs(self) -> str:
         """Trains epoch by epoch. Returns why it ended."""
@@ -197,40 +205,50 @@ class _Run(Generic[Batch]):
         self.trainee.model.train()
         plan = self.trainee.plan(epoch)
         task = progress.add_task(f"epoch {epoch + 1}/{self.schedule.epochs}", total=len(plan))
-        sums: dict[str, float] = {}
-        targets, done, began = 0, 0, time.monotonic()
+        # A run that was interrupted within the epoch goes on with its next batch.
+        state.restore_random()
+        sums, targets, done = dict(state.sums), state.targets, state.batches
+        earlier, earlier_targets = done, targets
+        progress.update(task, advance=done)
+        began = saved = time.monotonic()
         if epoch == state.epoch and not state.history:
             self.console.print(
                 f"{len(plan)} batches an epoch, {self.schedule.epochs} epochs at most"
             )
         told = began
-        for batch in plan:
+        for batch in plan[done:]:
             losses = self._step(batch, len(plan))
             targets, done = targets + losses.targets, done + 1
             for name, part in losses.parts.items():
                 sums[name] = sums.get(name, 0.0) + float(part) * losses.targets
-            speed = targets / (time.monotonic() - began)
+            speed = (targets - earlier_targets) / (time.monotonic() - began)
             shown = "  ".join(f"{name} {value / targets:.3f}" for name, value in sums.items())
             progress.update(task, advance=1, shown=f"{shown}  {speed:,.0f} targets/s")
             if not self.console.is_terminal and time.monotonic() - told > LOG_EVERY_S:
                 told = time.monotonic()
-                left_s = (told - began) * (len(plan) - done) / done
+                left_s = (told - began) * (len(plan) - done) / (done - earlier)
                 share = f"epoch {epoch + 1}/{self.schedule.epochs}: {done / len(plan):.0%}"
                 self.console.print(f"{share}  {shown}  {left_s:.0f} s left of it", soft_wrap=True)
             if self._estimates and time.monotonic() - began > ESTIMATE_AFTER_S:
                 self._estimates = False
-                self.console.print(self._estimate((time.monotonic() - began) / done * len(plan)))
+                batch_s = (time.monotonic() - began) / (done - earlier)
+                self.console.print(self._estimate(batch_s * len(plan)))
             if self._out_of_time():
                 break
+            if time.monotonic() - saved > SAVE_EVERY_S and done < len(plan):
+                state.seconds = self.earlier_s + self._elapsed_s()
+                state.note_batches(done, targets, sums)
+                save_checkpoint(state, self.checkpoint, self.recipe)
+                saved = time.monotonic()
         seconds = time.monotonic() - began
         metrics = self._validate()
         progress.remove_task(task)
+        state.begin_epoch()
         state.epoch = epoch + 1
         state.seconds = self.earlier_s + self._elapsed_s()
+        speed = (targets - earlier_targets) / seconds
         losses_of_epoch = {name: value / targets for name, value in sums.items()}
-        state.history.append(
-            EpochRecord(epoch + 1, losses_of_epoch, metrics, state.seconds, targets / seconds)
-        )
+        state.history.append(EpochRecord(epoch + 1, losses_of_epoch, metrics, state.seconds, speed))
         value = metrics[self.trainee.selection]
         if value > state.best_value or not state.best:
             state.best_value, state.best_epoch = value, epoch + 1

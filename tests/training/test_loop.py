@@ -13,8 +13,8 @@ from rich.console import Console
 from torch import nn
 
 from recserve.kernels.native.processor import Processor
+from recserve.training import loop, time_limit
 from recserve.training import options as options_module
-from recserve.training import time_limit
 from recserve.training.loop import StepLoss, fit
 from recserve.training.optimizers import build_optimizers
 from recserve.training.options import TrainOptions, TrainReport
@@ -33,21 +33,25 @@ class Line:
 
     selection = "score"
 
-    def __init__(self, fails: int | None = None, script: list[float] | None = None) -> None:
+    def __init__(
+        self, fails: int | None = None, script: list[float] | None = None, fails_at: int = 0
+    ) -> None:
         torch.manual_seed(7)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.fails, self.script, self.epoch = fails, script, -1
+        self.fails_at, self.batch = fails_at, -1
         noise = torch.Generator().manual_seed(1)
         self.x = torch.randn(32, 4, generator=noise)
         self.y = self.x.sum(1, keepdim=True)
 
     def plan(self, epoch: int) -> list[torch.Tensor]:
-        self.epoch = epoch
+        self.epoch, self.batch = epoch, -1
         order = torch.randperm(32, generator=torch.Generator().manual_seed(epoch))
         return list(order.split(8))
 
     def loss(self, batch: torch.Tensor) -> StepLoss:
-        if self.epoch == self.fails:
+        self.batch += 1
+        if self.epoch == self.fails and self.batch >= self.fails_at:
             raise Interrupted
         loss = F.mse_loss(self.model(self.x[batch]), self.y[batch])
         return StepLoss(loss, {"error": loss.detach()}, len(batch))
@@ -78,6 +82,32 @@ def test_resumed_run_equals_the_straight_one(orthogonal: tuple[str, ...], tmp_pa
     options = replace(OPTIONS, resume=True)
     second = fit(resumed, schedule, options, tmp_path / "broken", quiet())
     assert report.epochs == second.epochs == 4
+    assert outcome(second) == outcome(report)
+    for one, two in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(two, one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+def test_a_run_resumes_within_an_epoch(
+    fails: int, fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken before any batch and resumed there: the same losses, metrics and weights."""
+    monkeypatch.setattr(loop, "SAVE_EVERY_S", -1)
+    straight, trained = Line(), []
+    report = fit(straight, SCHEDULE, OPTIONS, tmp_path / "straight", quiet())
+
+    class Counted(Line):
+        def loss(self, batch: torch.Tensor) -> StepLoss:
+            trained.append(batch)
+            return super().loss(batch)
+
+    with pytest.raises(Interrupted):
+        fit(Line(fails, None, fails_at), SCHEDULE, OPTIONS, tmp_path / "broken", quiet())
+    resumed = Counted()
+    options = replace(OPTIONS, resume=True)
+    second = fit(resumed, SCHEDULE, options, tmp_path / "broken", quiet())
+    assert len(trained) == 16 - 4 * fails - fails_at
     assert outcome(second) == outcome(report)
     for one, two in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(two, one, rtol=0, atol=0)
