@@ -6,22 +6,15 @@ then allows the end of the text only, and stays so. Therefore `is_error` follows
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from recserve.core.constraint import ConstraintError, Grammar, num_words
-from recserve.service.text.constraints.json_schema import (
-    UnfitSchema,
-    find_path,
-    json_options,
-    read_schema,
-)
+from recserve.service.text.constraints.json_schema import json_options, one_line
 from recserve.service.text.constraints.trial import Trials
 from recserve.tokenizer.tokenizer import TextTokenizer
 
@@ -38,8 +31,6 @@ LIMITS = {
 # Attributes of rules with which a matcher cannot go back.
 _ATTRIBUTES = re.compile(r"^\s*[A-Za-z_][\w-]*\s*\[([^\]\n]*)\]\s*:", re.MULTILINE)
 _ONE_WAY = re.compile(r"\b(max_tokens|stop|temperature)\b")
-_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
-_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 
 
 class UnfitGrammar(ValueError):
@@ -73,34 +64,24 @@ class GrammarCompiler:
         Raises:
             UnfitGrammar: If the grammar is invalid, or not all of it would be enforced.
         """
-        schema: Mapping[str, Any] = {}
         if wanted.kind == "json_schema":
-            try:
-                schema = read_schema(wanted.text)
-            except UnfitSchema as error:
-                raise UnfitGrammar(error.path, str(error)) from None
-            options = json_options(wanted.blanks)
-            try:
-                text = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-            except ValueError as error:
-                raise UnfitGrammar("", f"is no JSON: {error}") from None
+            verdict = self._trials.run(wanted.text, json_options(wanted.blanks))
         elif wanted.kind == "regex":
-            text = LLMatcher.grammar_from_regex(wanted.text)
+            verdict = self._trials.run(LLMatcher.grammar_from_regex(wanted.text))
         else:
             for attributes in _ATTRIBUTES.findall(wanted.text):
                 if found := _ONE_WAY.search(attributes):
                     raise UnfitGrammar("", f"the attribute {found[0]!r} of a rule is not supported")
-            text = LLMatcher.grammar_from_lark(wanted.text)
+            verdict = self._trials.run(LLMatcher.grammar_from_lark(wanted.text))
+        if verdict.error:
+            raise UnfitGrammar(verdict.path, verdict.error)
 
         def build() -> LLMatcher:
-            return LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+            return LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=self._limits)
 
-        verdict = self._trials.run(text)
-        if verdict.error:
-            raise _refusal(schema, verdict.error)
         compiled = CompiledGrammar(build, self.vocab_size, self.end_tokens, verdict.num_bytes)
         if compiled.error:
-            raise _refusal(schema, compiled.error)
+            raise UnfitGrammar("", one_line(compiled.error))
         return compiled
 
 
@@ -230,23 +211,6 @@ class GrammarMatcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            raise ConstraintError(f"the constraint cannot go on: {_line(self._inner.get_error())}")
-
-
-def _refusal(schema: Mapping[str, Any], error: str) -> UnfitGrammar:
-    """Returns what llguidance says against a grammar, with the path where it can be found."""
-    path, reason = "", _line(error)
-    if found := _UNKNOWN_KEYS.search(error):
-        names = json.loads(f"[{found[1]}]")
-        path = find_path(schema, lambda own: next((n for n in names if n in own), None))
-        reason = f"is not supported in constraints: {', '.join(names)}"
-    elif found := _UNKNOWN_FORMAT.search(error):
-        wanted = found[1].strip()
-        path = find_path(schema, lambda own: "format" if own.get("format") == wanted else None)
-        reason = f"{wanted!r} is a format that constraints do not support"
-    return UnfitGrammar(path, reason)
-
-
-def _line(error: str) -> str:
-    """Returns the parts of an error in one short line."""
-    return " ".join(error.partition("\n<")[0].split())[:300]
+            raise ConstraintError(
+                f"the constraint cannot go on: {one_line(self._inner.get_error())}"
+            )

@@ -45,6 +45,8 @@ _NOTES = frozenset(
         *("readOnly", "writeOnly", "$schema", "$id", "id", "$defs", "definitions", "$anchor"),
     }
 )
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
 _CHOSEN = ("$ref", "const", "enum", *_SAME_VALUE)
 _OPTIONS = "x-guidance"
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
@@ -429,3 +431,22 @@ def _replace_format(schema: dict[str, Any]) -> None:
         schema["allOf"] = [*schema.get("allOf", []), dict(replaced)]
     else:
         schema.update(replaced)
+
+
+def describe(schema: Mapping[str, Any], error: str) -> tuple[str, str]:
+    """Returns what llguidance says against a schema: the path where it can be found, the reason."""
+    path, reason = "", one_line(error)
+    if found := _UNKNOWN_KEYS.search(error):
+        names = json.loads(f"[{found[1]}]")
+        path = find_path(schema, lambda own: next((n for n in names if n in own), None))
+        reason = f"is not supported in constraints: {', '.join(names)}"
+    elif found := _UNKNOWN_FORMAT.search(error):
+        wanted = found[1].strip()
+        path = find_path(schema, lambda own: "format" if own.get("format") == wanted else None)
+        reason = f"{wanted!r} is a format that constraints do not support"
+    return path, reason
+
+
+def one_line(error: str) -> str:
+    """Returns the parts of an error of llguidance in one short line."""
+    return " ".join(error.partition("\n<")[0].split())[:300]

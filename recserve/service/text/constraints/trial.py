@@ -4,7 +4,8 @@ llguidance bounds most of what a grammar costs, but not all: a small grammar can
 and a short schema can compute for hours. So a grammar is first compiled in a child of this program,
 with limits of the operating system. A server compiles only what has passed.
 
-This file is also that program. It runs without the rest of the package.
+This file is also that program. Of the package it reads `json_schema.py` alone, which needs nothing
+else. So a large schema, too, keeps no thread of the server busy.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 MAX_COMPILE_S = 0.5  # of a processor
@@ -36,10 +39,14 @@ class Verdict:
 
     Attributes:
         error: Why the grammar is of no use; empty if it passes.
+        path: Path inside a schema that is of no use; empty for all of it.
+        grammar: The grammar as llguidance takes it.
         num_bytes: Memory that the compiled grammar takes.
     """
 
     error: str
+    path: str = ""
+    grammar: str = ""
     num_bytes: int = 0
 
 
@@ -71,13 +78,17 @@ class Trials:
         self._head = json.dumps({**head, "limits": limits})
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, grammar: str) -> Verdict:
-        """Compiles a grammar of llguidance. One thread calls it at a time.
+    def run(self, grammar: str, json_options: Any = None) -> Verdict:
+        """Compiles a grammar. One thread calls it at a time.
+
+        Args:
+            grammar: A grammar of llguidance, or a JSON schema.
+            json_options: How JSON of a schema is written; None for a grammar.
 
         Raises:
             OSError: If the process cannot run.
         """
-        job = json.dumps(grammar)
+        job = json.dumps([grammar, json_options])
         for _ in range(2):  # the system may have ended a process that was idle
             with contextlib.suppress(OSError):
                 if answer := self._ask(job):
@@ -150,18 +161,31 @@ def main() -> None:
     """Reads a tokeniser, and then a grammar per line. Writes a verdict for each."""
     import llguidance as ll
 
+    schemas = _load_beside("json_schema")
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     head = json.loads(sys.stdin.readline())
     table, limits = TokenTable(head), ll.LLParserLimits(**head["limits"])
     wrapped = ll.TokenizerWrapper(table)
     tokenizer = ll.LLTokenizer(wrapped, n_vocab=len(table.tokens), eos_token=head["ends"])
+    job = partial(compile_once, ll, schemas, tokenizer, limits)
     for line in sys.stdin:
-        print(json.dumps(try_apart(ll, tokenizer, limits, json.loads(line))), flush=True)
+        print(json.dumps(try_apart(job, *json.loads(line))), flush=True)
 
 
-def try_apart(ll: Any, tokenizer: Any, limits: Any, grammar: str) -> dict[str, Any]:
-    """Returns the verdict of a child that compiles a grammar."""
+def _load_beside(name: str) -> Any:
+    """Imports a file of this folder without its package."""
+    place = spec_from_file_location(name, os.path.join(os.path.dirname(__file__), f"{name}.py"))
+    assert place is not None and place.loader is not None
+    module = sys.modules[name] = module_from_spec(place)
+    place.loader.exec_module(module)
+    return module
+
+
+def try_apart(
+    job: Callable[[str, Any], dict[str, Any]], grammar: str, json_options: Any
+) -> dict[str, Any]:
+    """Returns the verdict of a child that compiles a grammar; arguments as in `Trials.run`."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
@@ -169,12 +193,11 @@ def try_apart(ll: Any, tokenizer: Any, limits: Any, grammar: str) -> dict[str, A
             _limit()
             found: list[dict[str, Any]] = []
             threading.stack_size(STACK_BYTES)
-            thread = threading.Thread(
-                target=lambda: found.append(compile_once(ll, tokenizer, limits, grammar))
-            )
+            thread = threading.Thread(target=lambda: found.append(job(grammar, json_options)))
             thread.start()
             thread.join()
-            os.write(sink, json.dumps(found[0]).encode())
+            with os.fdopen(sink, "wb") as pipe:
+                pipe.write(json.dumps(found[0]).encode())
         finally:
             os._exit(0)
     os.close(sink)
@@ -200,25 +223,35 @@ def _limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + MAX_COMPILE_BYTES,) * 2)
 
 
-def compile_once(ll: Any, tokenizer: Any, limits: Any, grammar: str) -> dict[str, Any]:
+def compile_once(
+    ll: Any, schemas: Any, tokenizer: Any, limits: Any, grammar: str, json_options: Any
+) -> dict[str, Any]:
     """Returns the verdict about a grammar, as far as it neither crashes nor takes too much."""
-    before = _num_bytes(1)
+    before, schema = _num_bytes(1), {}
     try:
+        if json_options is not None:
+            schema = schemas.read_schema(grammar)
+            text = json.dumps(schema)
+            grammar = ll.LLMatcher.grammar_from_json_schema(text, overrides=json_options)
         matcher = ll.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if error := matcher.get_error():
-            return {"error": error[:2000]}
+            path, reason = schemas.describe(schema, error)
+            return {"error": reason, "path": path}
         for _ in range(2):  # the second one meets the states of the first
             copy = matcher.deep_copy()
             copy.compute_bitmask()
             if copy.is_error():
-                return {"error": f"the constraint cannot go on: {copy.get_error()[:2000]}"}
+                reason = schemas.one_line(copy.get_error())
+                return {"error": f"the constraint cannot go on: {reason}"}
         if copy.is_stopped() and not copy.is_accepting():
             return {"error": "no text can fulfil it"}
+    except schemas.UnfitSchema as error:
+        return {"error": str(error), "path": error.path}
     except MemoryError:
         raise
     except BaseException as error:  # a panic of Rust is no Exception
-        return {"error": f"is not supported: {str(error)[:500]}"}
-    return {"error": "", "num_bytes": max(0, _num_bytes(1) - before)}
+        return {"error": f"is not supported: {schemas.one_line(str(error))}"}
+    return {"error": "", "grammar": grammar, "num_bytes": max(0, _num_bytes(1) - before)}
 
 
 def _num_bytes(field: int) -> int:
