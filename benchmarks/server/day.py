@@ -433,8 +433,14 @@ class Day:
 def main() -> None:
     """Runs the day, prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in asdict(DayOptions()).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--users", type=int, default=DayOptions.users)
+    parser.add_argument("--items", type=int, default=DayOptions.items)
+    parser.add_argument("--hours", type=int, default=DayOptions.hours)
+    parser.add_argument("--every", type=int, default=DayOptions.every)
+    parser.add_argument("--epochs", type=int, default=DayOptions.epochs)
+    parser.add_argument("--slates", type=float, default=DayOptions.slates)
+    parser.add_argument("--drift", type=float, default=DayOptions.drift)
+    parser.add_argument("--seed", type=int, default=DayOptions.seed)
     parser.add_argument("--out", type=Path)
     given = vars(parser.parse_args())
     out = given.pop("out")

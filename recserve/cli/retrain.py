@@ -121,7 +121,7 @@ def read_config(path: Path, store: str | None = None) -> RetrainConfig:
 def only_one(folder: Path) -> Iterator[None]:
     """Holds the lock of a folder of runs. Raises RuntimeError if another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with (folder / ".lock").open("wb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

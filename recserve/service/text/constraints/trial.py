@@ -257,7 +257,7 @@ def compile_once(
 def _num_bytes(field: int) -> int:
     """Returns address space (0) or memory (1) of this process; 0 where Linux does not tell."""
     try:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[field]) * resource.getpagesize()
     except OSError:
         return 0
