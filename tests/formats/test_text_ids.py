@@ -94,9 +94,10 @@ def test_slates_are_those_of_beams_in_which_ended_ids_wait(rule, tmp_path):
             plain = Exhaustive(data, ids, history, rule, temperature)
             wanted = plain.search(width, power)
             for item in answer.items:
-                assert item.score == pytest.approx(wanted[plain.tokens[item.item_id]], abs=1e-5)
+                wanted_score = wanted[plain.tokens[item.item_id]]
+                assert item.score == pytest.approx(wanted_score, rel=1e-5, abs=1e-5)
             best = sorted(wanted.values(), reverse=True)[:5]
-            np.testing.assert_allclose([item.score for item in answer.items], best, atol=1e-5)
+            np.testing.assert_allclose([item.score for item in answer.items], best, 1e-5, 1e-5)
             # All ids are found by the widest search alone, whose order nothing can change.
             assert answer.exact == (power == 0 or width > len(ids))
             assert ("length_penalty" in answer.degraded) == (not answer.exact)
@@ -119,9 +120,10 @@ def test_hundreds_of_slates_are_those_of_plain_beams(rule, tmp_path):
             plain = Exhaustive(data, ids, history[-4:], rule, temperature, model)
             wanted = plain.search(width, power)
             best = sorted(wanted.values(), reverse=True)[:8]
-            np.testing.assert_allclose([item.score for item in answer.items], best, atol=1e-5)
+            np.testing.assert_allclose([item.score for item in answer.items], best, 1e-5, 1e-5)
             for item in answer.items:
-                assert item.score == pytest.approx(wanted[plain.tokens[item.item_id]], abs=1e-5)
+                wanted_score = wanted[plain.tokens[item.item_id]]
+                assert item.score == pytest.approx(wanted_score, rel=1e-5, abs=1e-5)
 
 
 def test_texts_are_ranked_filtered_and_capped(tmp_path):
