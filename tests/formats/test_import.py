@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from recserve.batch import Defaults, SlateRecipe
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli.app import app
+from recserve.engine.engine_config import EngineConfig
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.formats import registry
 from recserve.formats.checkpoint_format import ImportFault
 from recserve.formats.conversion import import_checkpoint
 from recserve.schemas.items import ItemsRequest, RecommendRequest
+from recserve.service import Service, ServiceOptions
 from recserve.training.recommender.frozen_recommender import FrozenRecommender
 from tests.support.foreign_recommenders import foreign, share
 from tests.support.imports import (
@@ -188,6 +190,39 @@ def test_an_import_is_served_like_an_own_bundle(name, tmp_path):
     assert report.to_dict()["users"] == 12
     with pytest.raises(ValueError, match="holds an imported recommender"):
         FrozenRecommender.open(bundle, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "far"),
+    [
+        ("minionerec", ServiceOptions(weights="int8"), 0.5),
+        ("openonerec", ServiceOptions(dtype="bfloat16"), 0.5),
+        ("generic", ServiceOptions(engine=EngineConfig(kv_dtype="fp8")), 1.5),
+        ("minionerec", ServiceOptions(engine=EngineConfig(kv_bytes=2**20)), 0.0),
+    ],
+)
+def test_an_import_takes_the_settings_of_own_bundles(name, given, far, tmp_path):
+    """Search and ranking read the same numbers under each setting, near those of float32."""
+    family, before = ("qwen3", "<s_") if name == "openonerec" else ("llama", "<")
+    data = foreign(tmp_path, family, seed=3, before=before)
+    import_checkpoint(options(data, tmp_path, name), quiet)
+    body = {"history": ["38", "4", "7", "0"], "k": 40, "beam_width": 200, "exclude": KEEP}
+    found = []
+    for number, each in enumerate((ServiceOptions(), given)):
+        chosen = dataclasses.replace(each, journal=tmp_path / f"journal{number}")
+        store = f"lmdb:{tmp_path}/store{number}"
+        with Service.open(tmp_path / "bundle", store, "cpu", chosen) as service:
+            answers = [service.recommend(body) for _ in range(2)]  # cold, then from the cache
+            slates = [{i.item_id: i.score for i in a.items if i.source == "model"} for a in answers]
+            ranked = service.rank({"candidates": [*slates[0]], "history": body["history"]}).items
+        likelihoods = {item.item_id: item.scores["likelihood"] for item in ranked}
+        for slate in slates:
+            assert slate == pytest.approx(likelihoods, abs=2e-5)
+        found.append(slates[0])
+    plain, other = found
+    assert plain.keys() == other.keys()
+    apart = max(abs(plain[item] - other[item]) for item in plain)
+    assert (1e-4 < apart < far) if far else apart < 1e-5
 
 
 def test_the_command_imports_without_events(tmp_path):
