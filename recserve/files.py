@@ -76,11 +76,20 @@ def parse_json(content: bytes, path: Path, unique: bool = False) -> Any:
         unique: Whether an object that has a key twice is refused. Otherwise the last one counts.
 
     Raises:
-        UnreadableFile: If it is not JSON in UTF-8, or is nested too deeply.
+        UnreadableFile: If it is not JSON in UTF-8, or is nested too deeply, or if a text in it is
+            none that UTF-8 can hold.
     """
     hook = _unique if unique else None
     try:
-        return json.loads(content.decode("utf-8"), parse_int=_whole, object_pairs_hook=hook)
+        found = json.loads(content.decode("utf-8"), parse_int=_whole, object_pairs_hook=hook)
+        if b"\\ud" in content or b"\\uD" in content:
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UnreadableFile(
+            f"{path} has {half}, half of a surrogate pair; expected text that UTF-8 can hold"
+        ) from None
     except RecursionError as error:
         raise UnreadableFile(f"{path} is nested too deeply to be read") from error
     except ValueError as error:
