@@ -27,10 +27,8 @@ from recserve.cli.flags import (
 from recserve.kernels.linear import formats
 
 if TYPE_CHECKING:
-    from recserve.doctor.finding import Finding
-
-if TYPE_CHECKING:
     from recserve.config import ServerConfig
+    from recserve.doctor.finding import Finding
 
 
 def demo(

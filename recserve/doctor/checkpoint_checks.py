@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -338,11 +339,14 @@ def _keys(tokenizer: TextTokenizer) -> Finding | None:
     )
 
 
-def _sampling(folder: Path) -> Finding | None:
+def _generation_fields(folder: Path) -> dict[str, Any]:
+    """Returns what generation_config.json says; nothing without the file."""
     file = folder / "generation_config.json"
-    if not file.exists():
-        return None
-    fields = read_json(file)
+    return read_json(file) if file.exists() else {}
+
+
+def _sampling(folder: Path) -> Finding | None:
+    fields = _generation_fields(folder)
     if fields.get("do_sample") is not True:
         return None
     others = [f"{name} {fields[name]!r:.20}" for name in SAMPLING if fields.get(name) is not None]
@@ -357,8 +361,7 @@ def _sampling(folder: Path) -> Finding | None:
 
 def _search(folder: Path) -> Finding | None:
     """Finds settings of beam search that `generate` takes without a word."""
-    file = folder / "generation_config.json"
-    fields = read_json(file) if file.exists() else {}
+    fields = _generation_fields(folder)
     found = [
         f"{name} {fields[name]!r:.20}"
         for name, neutral in SEARCH.items()
