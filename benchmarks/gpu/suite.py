@@ -1,12 +1,17 @@
 """Checks every kernel and strategy on a GPU and measures them, with one command.
 
-    python benchmarks/gpu.py --json gpu.json                        # within 9 minutes
+    python benchmarks/gpu.py --json gpu.json                        # within 5 minutes
+    python benchmarks/gpu.py --all --json gpu.json                  # all figures, within 10 minutes
     python benchmarks/gpu.py --device cpu --smoke --json smoke.json # its logic, tiny, anywhere
-    python benchmarks/gpu.py --checks                               # only the checks, 2 minutes
+    python benchmarks/gpu.py --checks                               # only the checks, 80 seconds
     python benchmarks/gpu.py --part "kernel checks"                 # one part, in this process
 
+It runs the checks, then ten goal lines beside published figures (goals.py). `--all` measures the
+kernels, searches and text steps too.
+
 It needs only torch, numpy, safetensors and triton, and runs from a checkout that is not installed.
-The lines of faiss need one of its packages too; without it they are skipped, and a row says so.
+The lines of faiss need one of its packages too, and the line of HTTP needs those of a server.
+Without them the lines are skipped, and a row says so.
 It prints one line per row and a summary. It exits with 2 without a CUDA device, and with 1 if a
 check failed. Every part runs in its own process and within its share of the time, so a crash of one
 part does not lose the others. The summary and the JSON list what was cut; the JSON is written after
@@ -36,6 +41,7 @@ import torch
 from benchmarks.gpu.checks import Task, kernel_checks
 from benchmarks.gpu.defaults import default_rows
 from benchmarks.gpu.engine import engine_checks, engine_rows
+from benchmarks.gpu.goals import goal_rows
 from benchmarks.gpu.parts import DEAD, GRACE_S, begun, found, rows_of, side_by_side
 from benchmarks.gpu.profile import profile_rows
 from benchmarks.gpu.searches import prefill_checks, search_checks, search_rows
@@ -131,24 +137,24 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# Time limit of the whole command.
-LIMIT_S = 540.0
 # Seconds of each stage in running order, with the start and last row of its processes. Unused time
-# goes to later stages. On a CPU, which only tests the logic, there is no limit.
+# goes to later stages. Everything up to the goals is done in 300 seconds, and with `--all` in 600.
+# On a CPU, which only tests the logic, there is no limit.
 SHARES_S = {
     "start": 10,  # start of this process, before its clock runs
-    "machine": 25,
-    "checks": 105,
-    "compiling": 55,
-    "attention": 60,
-    "text": 60,
-    "searches": 50,
-    "profile": 35,
-    "defaults": 50,
-    "engine": 35,
+    "machine": 20,
+    "checks": 80,
+    "compiling": 60,
+    "goals": 130,
+    "attention": 55,
+    "text": 50,
+    "searches": 45,
+    "profile": 30,
+    "defaults": 40,
+    "engine": 30,
     "vectors": 15,
     "kernels": 20,
-    "tuning": 20,
+    "tuning": 15,
 }
 PARTS = {
     "machine": Part("machine", lambda device, smoke, *_: iter([facts(device, smoke)])),
@@ -158,6 +164,7 @@ PARTS = {
     "search checks": Part("checks", checked(search_checks), 2),
     "prefill checks": Part("checks", checked(prefill_checks)),
     "vector checks": Part("checks", vector_checks),
+    "goals": Part("goals", lambda *how: goal_rows(*how), 3),
     "attention": Part("attention", measured_attention, 4),
     "text": Part("text", lambda *how: text_rows(*how[:3])),
     "searches": Part("engine", lambda *how: search_rows(*how[:3])),
@@ -243,6 +250,10 @@ def shown(row: dict[str, Any]) -> str:
     """Returns a row as a line for the terminal."""
     if "cut" in row:
         return f"CUT    {row['cut']}: {row['note']}"
+    if "goal" in row:
+        ours = {name: value for name, value in row.items() if name not in ("goal", "beside")}
+        beside = f"; published: {json.dumps(row['beside'])}" if "beside" in row else ""
+        return f"GOAL   {row['goal']}: {json.dumps(ours)}{beside}"
     if "ok" not in row:
         return line(row) if "share" in row else json.dumps(row)
     word = "ok    " if row["ok"] else "FAILED"
@@ -259,12 +270,14 @@ class Run:
         smoke: True uses tiny shapes.
         workers: Maximum number of concurrent processes.
         began: Start of the run.
+        measured: Parts that are measured.
     """
 
     device: str
     smoke: bool
     workers: int
     began: float
+    measured: tuple[str, ...]
 
     def rows(self, name: str, stage: str, share: str = "0/1") -> Rows:
         """Yields the rows of a part that finish before its stage ends."""
@@ -286,8 +299,8 @@ class Run:
         printed.
         """
         if self.workers > 1:
-            names = [name for name, part in PARTS.items() if part.measures]
-            for row in side_by_side(self.jobs(names, "compiling"), self.workers):
+            jobs = self.jobs(list(self.measured), "compiling")
+            for row in side_by_side(jobs, self.workers):
                 if "cut" in row:
                     yield row | {"cut": f"compiling {row['cut']}"}
                 if not row.get("ok", True):
@@ -304,20 +317,21 @@ class Run:
         return found
 
 
-def run(device: str, smoke: bool, path: Path | None, workers: int, measure: bool = True) -> bool:
-    """Runs all parts, or without `measure` only the checks; returns True if every check passed."""
+def run(
+    device: str, smoke: bool, path: Path | None, workers: int, measured: tuple[str, ...]
+) -> bool:
+    """Runs the checks, then the parts that are measured; returns True if every check passed."""
     start, report = time.monotonic(), Report(path)
-    everything = Run(device, smoke, workers, start)
+    everything = Run(device, smoke, workers, start, measured)
     for row in everything.rows("machine", "machine"):
         report.add("machine", row)
     for row in everything.checks():
         report.add("checks", row)
-    if measure:
-        for row in everything.compiled():
-            report.add("cut", row)
-        for name, part in PARTS.items():
-            for row in everything.rows(name, name) if part.measures else ():
-                report.add(part.stage, row)
+    for row in everything.compiled():
+        report.add("cut", row)
+    for name in measured:
+        for row in everything.rows(name, name):
+            report.add(PARTS[name].stage, row)
     checks = report.content["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]
     report.content["seconds"] = time.monotonic() - start
@@ -337,6 +351,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="use tiny shapes")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--checks", action="store_true", help="run the checks, measure nothing")
+    parser.add_argument(
+        "--all", action="store_true", help="measure everything, not the goal lines alone"
+    )
     parser.add_argument("--part", choices=PARTS, help="run this part only, print JSON lines")
     cores = os.cpu_count() or 1
     parser.add_argument(
@@ -358,5 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
             torch.set_num_threads(1)
         return run_part(chosen.part, *how, slice(first, None, step))
     workers = chosen.workers or (cores if chosen.device == "cuda" else 1)
+    measured = tuple(name for name, part in PARTS.items() if part.measures)
+    if chosen.checks or not chosen.all:
+        measured = () if chosen.checks else ("goals",)
     how = chosen.device, chosen.smoke, chosen.json, workers
-    return 0 if run(*how, measure=not chosen.checks) else 1
+    return 0 if run(*how, measured) else 1

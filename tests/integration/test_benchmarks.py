@@ -40,11 +40,17 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(tmp_path)
     path = tmp_path / "out.json"
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--smoke", "--json", path]
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--smoke", "--all"]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+        [*command, "--json", path],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     content = json.loads(path.read_text())
     assert len(content["checks"]) > 50 and all(check["ok"] for check in content["checks"])
-    assert all(content[part] for part in ("attention", "kernels", "engine", "text"))
+    assert all(content[part] for part in ("goals", "attention", "kernels", "engine", "text"))
+    assert len(content["goals"]) == 7 and any("HTTP" in row["cut"] for row in content["cut"])
