@@ -1,10 +1,11 @@
 """A day in minutes: a feed whose taste moves, retrained every three hours, with what may go wrong.
 
 A real server answers simulated users over HTTP. Each hour some of them ask for a slate, click what
-they want, and some come by themselves. Their taste moves. Every three hours `recserve retrain` runs
-beside the traffic: one run gets shuffled labels and shall stop at its gate; one passes its gate,
-its slates get few clicks, and it shall be rolled back. The server is killed twice. A second service
-never retrains; the share of wanted items in both services' slates is the quality over time.
+they want, and some come by themselves. Their topics move. Every hour some items come into fashion
+and others go. Every three hours `recserve retrain` runs beside the traffic: one run gets shuffled
+labels and shall stop at its gate; one passes its gate, its slates get few clicks, and it shall be
+rolled back. The server is killed twice. A second service never retrains; the share of wanted items
+in both services' slates is the quality over time.
 
     python -m benchmarks.server.day --users 2000 --hours 24 --out day.json
 """
@@ -47,7 +48,8 @@ from recserve.training.recommender.recommender import train_recommender
 from recserve.training.retraining import GateLimits, Guardrails, ModelTraining, RetrainConfig
 
 HOUR_S = 3600
-TOPICS, FASHIONS = 12, 4
+TOPICS = 12
+FASHION_HOURS = 6  # how long an item is in fashion
 ADMIN_KEY, SIGNING_KEY = "admin-key-of-the-benchmark", "signing-key-of-the-benchmark"
 BROKEN, UNWANTED = "labels shuffled", "few clicks"
 
@@ -80,7 +82,8 @@ class DayOptions:
 class World:
     """What users want now, and when it is.
 
-    An item is wanted by users of its topic while it is in fashion. Titles tell topics alone.
+    An item is wanted by users of its topic while it is in fashion, for six hours. They begin at an
+    hour of the day that its title does not tell. Before the day nothing moves.
     """
 
     def __init__(self, options: DayOptions, start_s: float) -> None:
@@ -88,7 +91,7 @@ class World:
         self.clock_s = start_s
         self.topics = self.draw.integers(0, TOPICS, options.users)
         self.item_topics = np.arange(options.items) % TOPICS
-        self.fashions = np.arange(options.items) // TOPICS % FASHIONS
+        self.begins = np.arange(options.items) // TOPICS % 24  # hour in which the fashion begins
         self.hour = 0
         self.ids = [f"item{n:05}" for n in range(options.items)]
         self.row = {item: row for row, item in enumerate(self.ids)}
@@ -100,19 +103,14 @@ class World:
     def wanted(self, user: int) -> np.ndarray:
         """Returns [I] bool, True for the items that a user wants now."""
         mine = self.item_topics == self.topics[user]
-        return np.asarray(mine & (self.fashions == self.fashion))
-
-    @property
-    def fashion(self) -> int:
-        """The present fashion; each one lasts for two retrains."""
-        return self.hour // (2 * self.options.every) % FASHIONS
+        return np.asarray(mine & ((self.hour - self.begins) % 24 < FASHION_HOURS))
 
     def wants(self, user: int, item: str) -> bool:
         """Whether a user wants an item now."""
         return bool(self.wanted(user)[self.row[item]])
 
     def pass_hour(self) -> None:
-        """Moves the taste of some users."""
+        """Moves the topics of some users, and what is in fashion."""
         moved = self.draw.random(self.options.users) < self.options.drift
         self.topics[moved] = (self.topics[moved] + 1) % TOPICS
         self.clock_s += HOUR_S
