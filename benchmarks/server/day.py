@@ -49,7 +49,7 @@ from recserve.training.retraining import GateLimits, Guardrails, ModelTraining, 
 
 HOUR_S = 3600
 TOPICS = 12
-FASHION_HOURS = 6  # how long an item is in fashion
+FASHION_HOURS, CYCLE_HOURS = 6, 30  # how long an item is in fashion, and until it is again
 ADMIN_KEY, SIGNING_KEY = "admin-key-of-the-benchmark", "signing-key-of-the-benchmark"
 BROKEN, UNWANTED = "labels shuffled", "few clicks"
 
@@ -65,6 +65,7 @@ class DayOptions:
         every: Hours between two retrains.
         epochs: Epochs of each training.
         slates: Slates per user and hour.
+        half_life_h: Hours after which an event counts half in a training.
         drift: Share of users whose taste moves to the next topic each hour.
         seed: Seed of the day.
     """
@@ -75,6 +76,7 @@ class DayOptions:
     every: int = 3
     epochs: int = 2
     slates: float = 0.3
+    half_life_h: float = 3.0
     drift: float = 0.08
     seed: int = 0
 
@@ -82,8 +84,8 @@ class DayOptions:
 class World:
     """What users want now, and when it is.
 
-    An item is wanted by users of its topic while it is in fashion, for six hours. They begin at an
-    hour of the day that its title does not tell. Before the day nothing moves.
+    An item is wanted by users of its topic while it is in fashion, for six hours. Its title does
+    not tell when they begin. Before the day nothing moves, and no fashion returns.
     """
 
     def __init__(self, options: DayOptions, start_s: float) -> None:
@@ -91,7 +93,7 @@ class World:
         self.clock_s = start_s
         self.topics = self.draw.integers(0, TOPICS, options.users)
         self.item_topics = np.arange(options.items) % TOPICS
-        self.begins = np.arange(options.items) // TOPICS % 24  # hour in which the fashion begins
+        self.begins = np.arange(options.items) // TOPICS % CYCLE_HOURS
         self.hour = 0
         self.ids = [f"item{n:05}" for n in range(options.items)]
         self.row = {item: row for row, item in enumerate(self.ids)}
@@ -103,7 +105,7 @@ class World:
     def wanted(self, user: int) -> np.ndarray:
         """Returns [I] bool, True for the items that a user wants now."""
         mine = self.item_topics == self.topics[user]
-        return np.asarray(mine & ((self.hour - self.begins) % 24 < FASHION_HOURS))
+        return np.asarray(mine & ((self.hour - self.begins) % CYCLE_HOURS < FASHION_HOURS))
 
     def wants(self, user: int, item: str) -> bool:
         """Whether a user wants an item now."""
@@ -294,7 +296,11 @@ class Day:
             bundles_dir=str(self.folder / "bundles"),
             runs=str(self.folder / "runs"),
             url=self.server.url,
-            train={"recommender": ModelTraining(epochs=self.options.epochs)},
+            train={
+                "recommender": ModelTraining(
+                    epochs=self.options.epochs, half_life_days=self.options.half_life_h / 24
+                )
+            },
             device="cpu",
             gate=GateLimits(days=2.0, users=1000, margin=0.15, max_items_lost=0.1),
             guard=Guardrails(
@@ -437,6 +443,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=DayOptions.every)
     parser.add_argument("--epochs", type=int, default=DayOptions.epochs)
     parser.add_argument("--slates", type=float, default=DayOptions.slates)
+    parser.add_argument("--half-life-h", type=float, default=DayOptions.half_life_h)
     parser.add_argument("--drift", type=float, default=DayOptions.drift)
     parser.add_argument("--seed", type=int, default=DayOptions.seed)
     parser.add_argument("--out", type=Path)

@@ -426,8 +426,10 @@ def _figures(counts: Counts) -> dict[str, float]:
 
 
 def _tidy(config: RetrainConfig, run: Run) -> None:
-    """Deletes the copies of events, bundles that are published, and the oldest runs."""
+    """Deletes the copies of events, bundles that are published, and the oldest runs and bundles."""
     import shutil
+
+    from recserve.training.retraining import delete_old_bundles
 
     for part in (
         "event_log",
@@ -437,9 +439,10 @@ def _tidy(config: RetrainConfig, run: Run) -> None:
         *(["bundle"] if "publish" in run.record else []),
     ):
         shutil.rmtree(run.folder / part, ignore_errors=True)
-    older = sorted(path for path in Path(config.runs).iterdir() if path.name.isdigit())
-    for path in older[: -config.keep_runs]:
+    runs = [path for path in Path(config.runs).iterdir() if path.name.isdigit()]
+    for path in sorted(runs, key=lambda path: int(path.name))[: -config.keep_runs]:
         shutil.rmtree(path, ignore_errors=True)
+    delete_old_bundles(config, run)
 
 
 def write_page(run: Run) -> None:

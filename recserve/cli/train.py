@@ -62,13 +62,20 @@ def recommender(
     seed: SeedFlag = 0,
     device: DeviceFlag = "auto",
     resume: ResumeFlag = False,
+    half_life_days: Annotated[
+        float | None,
+        typer.Option(
+            help="Age in days at which an event counts half; default: none."
+        ),
+    ] = None,
 ) -> None:
     """Train the recommender, which generates semantic ids."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.recommender.recommender import train_recommender
 
     options = _options(epochs, max_minutes, seed, device, resume)
-    _print(train_recommender(Bundle.open(bundle), replace(options, input=input)))
+    options = replace(options, input=input, half_life_days=half_life_days)
+    _print(train_recommender(Bundle.open(bundle), options))
 
 
 @app.command()

@@ -14,6 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recserve.features.tables.events import DAY_US
+
 TOPICS = {
     "Kitchen": ("pan", "kettle", "knife", "bowl", "whisk", "mug"),
     "Garden": ("seed", "pot", "rake", "hose", "trellis", "shears"),
@@ -30,7 +32,6 @@ SUBTOPICS = ("Basics", "Classics", "Tools", "Gifts", "Care")
 STYLES = ("plain", "bright", "light", "sturdy", "small", "fine", "quiet", "warm", "swift", "deep")
 PERIODS = 4
 SUCCESSORS = 5
-DAY_US = 86_400_000_000
 START_US = 1_760_000_000_000_000
 DAYS = 360
 NEW_SESSION, FOLLOW, PURCHASE = 0.18, 0.75, 0.2

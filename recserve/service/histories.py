@@ -38,6 +38,7 @@ from recserve.features.history.history import (
     user_key,
 )
 from recserve.features.history.type_names import EVENT_TYPES
+from recserve.features.tables.events import DAY_US
 from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.schemas.browse import UserPage, UsersQuery
 from recserve.schemas.events import (
@@ -68,7 +69,6 @@ from recserve.service.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-DAY_US = 86_400_000_000
 IMPORTS = "imports"  # marks of the imports that are done
 IMPORT_MARKER = mark_id("imported")  # its history had them in earlier versions
 USERS_PER_WRITE = 2000

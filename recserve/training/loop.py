@@ -130,6 +130,8 @@ class _Run(Generic[Batch]):
             {},
         )
         self.recipe = asdict(schedule) | {"seed": options.seed, "model": type(model).__name__}
+        if options.half_life_days is not None:
+            self.recipe["half_life_days"] = options.half_life_days
         self.limit = options.limit
         self.limit_s = self.limit.left_s
         self.dtype = options.autocast_dtype()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ class TrainOptions:
         input: Input form of a recommender.
         precision: `auto` is bfloat16 matrix products where they are faster than float32 ones.
         learning_rate: Peak learning rate, above 0.
+        half_life_days: As in RecommenderRecipe, above 0.
         name: Which drafter is trained.
         start_from: Older bundle whose head the training of a drafter or a retriever starts from, if
             that has a lower loss than a fresh start.
@@ -49,6 +51,7 @@ class TrainOptions:
     input: Literal["codes", "items"] = "items"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     learning_rate: float | None = None
+    half_life_days: float | None = None
     name: Literal["speculative", "nezha"] = "speculative"
     start_from: Path | None = None
     llm: Path | None = None
@@ -61,8 +64,10 @@ class TrainOptions:
             raise ValueError(f"max_minutes is {self.max_minutes}; it must be above 0")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
-        if self.learning_rate is not None and not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be above 0")
+        for name in ("learning_rate", "half_life_days"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0 and finite")
         choices = {
             "clock": ("wall", "processor"),
             "device": ("auto", "cpu", "cuda"),

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from recserve.evaluation.intervals import difference_interval
 from recserve.evaluation.untrained import TrainingData
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history.stores import open_store, split_ttl
-from recserve.features.tables.events import EventLog
+from recserve.features.tables.events import DAY_US, EventLog
 from recserve.files import check_format, read_json_object, whole_file
 from recserve.schemas.items import StrictStruct
 from recserve.service.event_types import EventTypes
@@ -44,7 +45,6 @@ from recserve.training.card import count_collisions, group_members
 from recserve.training.options import TrainOptions
 
 Log = Callable[[str], None]
-DAY_US = 86_400_000_000
 MODELS = ("recommender", "drafter", "retriever", "ranker")
 FORMAT = "recserve-retrain/1"
 RECORD = "run.json"
@@ -61,11 +61,14 @@ class ModelTraining(StrictStruct, frozen=True, kw_only=True):
         epochs: Number of epochs.
         max_minutes: Time limit.
         warm_start: Whether a drafter or a retriever may start from the served one's weights.
+        half_life_days: For the recommender: an event counts half as much as one that is so many
+            days newer.
     """
 
     epochs: Annotated[int, Meta(ge=1)] | None = None
     max_minutes: Annotated[float, Meta(gt=0)] | None = None
     warm_start: bool = True
+    half_life_days: Annotated[float, Meta(gt=0)] | None = None
 
 
 class GateLimits(StrictStruct, frozen=True, kw_only=True):
@@ -160,6 +163,8 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
         gate: When a new bundle may be served.
         guard: What is watched after the load.
         keep_runs: Folders of finished runs that are kept.
+        keep_bundles: Published bundles that are kept, the newest; None keeps all. One that is
+            served, was served before, or has the link is kept too.
     """
 
     items: str
@@ -190,6 +195,7 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
     gate: GateLimits = GateLimits()
     guard: Guardrails = Guardrails()
     keep_runs: Annotated[int, Meta(ge=1)] = 10
+    keep_bundles: Annotated[int, Meta(ge=2)] | None = 10
 
     def __post_init__(self) -> None:
         if not self.events and self.event_log is None and self.store is None:
@@ -198,6 +204,9 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
             raise ValueError("served: is required without url; it names the bundle to compare with")
         if self.journal is not None and self.catalog_log is not None:
             raise ValueError("journal: the servers have item changes there or in catalog_log")
+        for name, how in self.train.items():
+            if name != "recommender" and how.half_life_days is not None:
+                raise ValueError(f"train.{name}.half_life_days: only the recommender has it")
         if self.link is not None and self.link == self.name:
             raise ValueError("link: is the first part of the names of bundles; take another name")
 
@@ -214,7 +223,7 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Names the settings that steps up to the gate depend on."""
         own = msgspec.structs.asdict(self)
-        for name in ("url", "metrics", "link", "guard", "keep_runs"):
+        for name in ("url", "metrics", "link", "guard", "keep_runs", "keep_bundles"):
             del own[name]
         return hashlib.sha256(msgspec.json.encode(own)).hexdigest()[:16]
 
@@ -413,6 +422,7 @@ def train(config: RetrainConfig, run: Run, served: Bundle, model: str, log: Log)
         seed=config.seed,
         device=config.device,
         resume=True,
+        half_life_days=how.half_life_days,
         start_from=(
             served.root
             if how.warm_start and model in ("drafter", "retriever") and served.has(section)
@@ -676,15 +686,42 @@ def _popular_metric(events: EventLog, cases: Cases, num_items: int, metric: str)
 
 
 def publish(config: RetrainConfig, run: Run) -> dict[str, Any]:
-    """Moves the run's bundle into the folder of bundles, under a name of its own."""
-    name = f"{config.name}-{run.number:04}"
-    target, source = Path(config.bundles_dir) / name, run.folder / "bundle"
+    """Moves the run's bundle into the folder of bundles, under a name that no other one has."""
+    folder, source = Path(config.bundles_dir), run.folder / "bundle"
+    if "name" not in run.record:  # else an earlier process may have published it
+        number = max([run.number, *(n + 1 for n in published(config))])
+        run.note("name", f"{config.name}-{number:04}")
+    target = folder / run.record["name"]
     if not target.exists():
-        aside = target.with_name(f".{name}.new")
+        aside = folder / f".{target.name}.new"
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(source, aside)
         aside.replace(target)
-    return {"name": name}
+    return {"name": target.name}
+
+
+def published(config: RetrainConfig) -> dict[int, Path]:
+    """Returns the bundles that runs have published, by number in ascending order."""
+    pattern = re.compile(rf"{re.escape(config.name)}-(\d{{4,}})")
+    names = ((pattern.fullmatch(path.name), path) for path in Path(config.bundles_dir).iterdir())
+    return dict(sorted((int(name[1]), path) for name, path in names if name is not None))
+
+
+def delete_old_bundles(config: RetrainConfig, run: Run) -> None:
+    """Deletes published bundles but the newest, and those that a server or the link may open."""
+    if config.keep_bundles is None:
+        return
+    folder = Path(config.bundles_dir)
+    used = {run.record.get("served"), run.record.get("name")}
+    if config.link is not None:
+        used.add((folder / config.link).resolve().name)
+    for path in [*published(config).values()][: -config.keep_bundles]:
+        if path.name not in used and not path.is_symlink():
+            aside = folder / f".{path.name}.old"
+            shutil.rmtree(aside, ignore_errors=True)
+            path.replace(aside)  # no server opens half of a bundle
+    for path in folder.glob(f".{config.name}-*.old"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def switch_link(config: RetrainConfig, name: str) -> None:

@@ -1,7 +1,9 @@
 """`recserve retrain`: its limits, its file, and that a killed run goes on where it was."""
 
 import json
+import shutil
 import socket
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -258,6 +260,55 @@ def test_the_link_leads_to_what_is_served(tmp_path):
     (tmp_path / "current").mkdir()
     with pytest.raises(ValueError, match="is no link"):
         retraining.switch_link(config, "first")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_published_bundles_have_names_of_their_own_and_old_ones_go(tmp_path, seed):
+    """Also if the runs were deleted, or a process was killed while it published or deleted."""
+    draw = np.random.default_rng(seed)
+    bundles, keep = tmp_path / "bundles", int(draw.integers(2, 5))
+    config = RetrainConfig(
+        items="i",
+        events=["e"],
+        bundles_dir=str(bundles),
+        runs=str(tmp_path / "runs"),
+        served="first",
+        link="current",
+        keep_bundles=None if seed == 0 else keep,
+    )
+    others = {"first", "retrained-by-hand", "retrained-12", "older.retrained-0001"}
+    for name in others:
+        (bundles / name).mkdir(parents=True)
+    served, contents = "first", dict[str, str]()
+    for number in range(12):
+        if draw.random() < 0.2:
+            shutil.rmtree(tmp_path / "runs")
+        run = Run.latest(tmp_path / "runs", config.digest)
+        run.note("served", served)
+        (run.folder / "bundle").mkdir()
+        (run.folder / "bundle" / "manifest.json").write_text(str(number))
+        kill = draw.random()
+        if kill < 0.2:  # before the folder has its name, or before the step is recorded
+            retraining.publish(config, run)
+        elif kill < 0.4 and seed:
+            (bundles / f".retrained-{number:04}.old").mkdir()
+        name = run.step("publish", partial(retraining.publish, config, run))["name"]
+        assert name not in contents
+        contents[name] = str(number)
+        if draw.random() < 0.5:
+            retraining.switch_link(config, name)
+            served = name
+        run.note("outcome", retrain.SERVED)
+        retraining.delete_old_bundles(config, run)
+        there = {path.name for path in bundles.iterdir() if not path.is_symlink()}
+        needed = {served, run.record["served"], *list(contents)[-keep:]}
+        assert others <= there and needed <= there
+        if seed:
+            assert len(there - others) <= keep + 3
+        else:
+            assert there == others | set(contents)
+        for one in there - others:
+            assert (bundles / one / "manifest.json").read_text() == contents[one]
 
 
 def test_a_killed_run_goes_on_at_its_step(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from recserve.features.tables.mapped_arrays import (
     take_where,
 )
 
+DAY_US = 86_400_000_000
 GROUP_ROWS = 1 << 20  # of a group of rows of the events of a bundle
 
 
@@ -169,18 +170,30 @@ class EventLog:
         cuts = np.unique([0, *np.searchsorted(events, steps), num_items]).tolist()
         return list(zip(cuts[:-1], cuts[1:], strict=True))
 
-    def relative_weights(self) -> np.ndarray | None:
+    def relative_weights(self, half_life_days: float | None = None) -> np.ndarray | None:
         """Returns [n] float32 weights with a mean of 1; None if each event counts 1.
 
+        Args:
+            half_life_days: An event counts half as much as one that is so many days newer. Clocks
+                of clients may be wrong: the newest thousandth of all events is of one age. None:
+                the age does not count.
+
         Raises:
-            ValueError: If all weights are 0.
+            ValueError: If all weights are 0, or the age counts and the events have no times.
         """
-        if self.weights is None:
+        weights = self.weights
+        if half_life_days is not None:
+            if not self.has_timestamps:
+                raise ValueError("half_life_days is set; the events have no timestamps")
+            newest = np.quantile(self.times, 0.999, method="higher")
+            ages = np.maximum(newest - self.times, 0) / (half_life_days * DAY_US)
+            weights = np.exp2(-ages) * (1.0 if weights is None else weights)
+        if weights is None:
             return None
-        total = float(self.weights.sum(dtype=np.float64))
+        total = float(weights.sum(dtype=np.float64))
         if not total:
             raise ValueError("all events have the weight 0, so there is nothing to train on")
-        return (self.weights * (self.num_events / total)).astype(np.float32)
+        return (weights * (self.num_events / total)).astype(np.float32)
 
     def to_arrow(self, item_ids: list[str]) -> pa.Table:
         """Returns a table that `event_table.read_events` can read.

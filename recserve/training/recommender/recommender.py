@@ -71,6 +71,8 @@ class RecommenderRecipe:
             Transformer does: the initial weights and the learning rate of the embeddings and the
             vector projection. Training equals that of a model which multiplies its input, and the
             model needs no such product.
+        half_life_days: An event counts half as much as a target as one that is so many days newer.
+            None: all events count alike.
 
     Raises:
         ValueError: If the input of a tied model is scaled, since that would scale its logits too.
@@ -98,6 +100,7 @@ class RecommenderRecipe:
     autoregressive: bool = True
     level_temperature: float = 0.0
     scale_input: bool = False
+    half_life_days: float | None = None
 
     def __post_init__(self) -> None:
         if self.tied and self.scale_input:
@@ -208,7 +211,7 @@ class RecommenderTrainee:
             catalog.semantic_ids.codes,
             self.trie,
             config,
-            train.relative_weights(),
+            train.relative_weights(recipe.half_life_days),
         )
         self.trie = self.trie.to(device)
         self.paths = node_paths(self.trie)
@@ -364,6 +367,8 @@ def recipe_for(
     if recipe is None and bundle.manifest.build.get("quantizer") == "product":
         recipe = PARALLEL if options.input == "items" else None
     recipe = recipe or RECIPES[options.input]
+    if options.half_life_days is not None:
+        recipe = replace(recipe, half_life_days=options.half_life_days)
     return replace(recipe, schedule=recipe.schedule.with_options(options))
 
 

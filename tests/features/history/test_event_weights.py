@@ -1,12 +1,14 @@
 """Weights of events, against a plain loop over the entries."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from recserve.features.history.event_kinds import KINDS, EventKinds
 from recserve.features.history.event_weights import MAX_DISLIKED, EventWeights, disliked_items
+from recserve.features.tables.events import DAY_US, EventLog
 
 NAMES = ("rating", "purchase", "x=y", "Kauf,🛒", "add to wishlist", " buy")
 LIMITS = (-2.5, 0.0, 2.5, 3.5, 1e30)
@@ -87,3 +89,34 @@ def test_disliked_items_are_those_whose_newest_event_is_negative(seed: int) -> N
     found = disliked_items(np.array(rows, np.int64), numbers, np.array(weights, np.float32))
     assert found[0].tolist() == [rows[p] for p in wanted]
     assert found[1].tolist() == [weights[p] for p in wanted]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_old_events_count_less_as_targets(seed: int) -> None:
+    """Weights are those of a plain loop, have a mean of 1, and a wrong clock moves no others."""
+    draw = np.random.default_rng(seed)
+    count, half_life = 2000, float(draw.uniform(0.1, 30))
+    times = np.sort(draw.integers(0, 40 * DAY_US, count))
+    own = draw.uniform(0, 2, count).astype(np.float32) if seed % 2 else None
+    log = EventLog(
+        user_ids=["a"],
+        offsets=np.array([0, count]),
+        item_rows=np.zeros(count, np.int32),
+        times=times,
+        types=np.zeros(count, np.int16),
+        type_names=("event",),
+        values=np.ones(count, np.float32),
+        has_timestamps=True,
+        weights=own,
+    )
+    found = log.relative_weights(half_life)
+    newest = sorted(times.tolist())[-2]  # of 2,000
+    plain = [
+        0.5 ** (max(newest - time, 0) / DAY_US / half_life) * (1.0 if own is None else own[n])
+        for n, time in enumerate(times.tolist())
+    ]
+    np.testing.assert_allclose(found, np.array(plain) * count / sum(plain), rtol=1e-5)
+    wrong = replace(log, times=np.append(times[:-1], times[-1] + 400 * DAY_US))
+    np.testing.assert_allclose(wrong.relative_weights(half_life)[:-1], found[:-1], rtol=1e-5)
+    with pytest.raises(ValueError, match="no timestamps"):
+        replace(log, has_timestamps=False).relative_weights(half_life)
