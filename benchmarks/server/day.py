@@ -49,7 +49,7 @@ from recserve.training.retraining import GateLimits, Guardrails, ModelTraining, 
 
 HOUR_S = 3600
 TOPICS = 12
-FASHION_HOURS, CYCLE_HOURS = 6, 30  # how long an item is in fashion, and until it is again
+FASHION_HOURS, CYCLE_HOURS = 12, 36  # how long an item is in fashion, and until it is again
 ADMIN_KEY, SIGNING_KEY = "admin-key-of-the-benchmark", "signing-key-of-the-benchmark"
 BROKEN, UNWANTED = "labels shuffled", "few clicks"
 
@@ -77,15 +77,15 @@ class DayOptions:
     epochs: int = 2
     slates: float = 0.3
     half_life_h: float = 3.0
-    drift: float = 0.08
+    drift: float = 0.04
     seed: int = 0
 
 
 class World:
     """What users want now, and when it is.
 
-    An item is wanted by users of its topic while it is in fashion, for six hours. Its title does
-    not tell when they begin. Before the day nothing moves, and no fashion returns.
+    An item is wanted by users of its topic while it is in fashion, for twelve hours. Its title
+    does not tell when they begin. Before the day nothing moves, and no fashion returns.
     """
 
     def __init__(self, options: DayOptions, start_s: float) -> None:
