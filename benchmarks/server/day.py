@@ -289,6 +289,7 @@ class Day:
         """Retrains beside the traffic."""
         config = RetrainConfig(
             items=str(self.items),
+            holdout_users=max(100, self.options.users // 4),
             events=[str(self.events)],
             event_log=str(self.folder / "events.log"),
             store=f"lmdb:{self.folder / 'bundles' / '.history'}",

@@ -78,6 +78,8 @@ class BuildOptions:
             encoder make those of new items. None makes all anew.
         journal: Folder of item changes of that bundle. Items that only it has become items of the
             new bundle.
+        holdout_users: Most users whose last two events are held out of training, for validation and
+            test. A hash of the id chooses them. None holds out those of all users.
 
     Raises:
         ValueError: If an option is out of range. The message names option, bound and value.
@@ -102,6 +104,7 @@ class BuildOptions:
     ids_from: Path | None = None
     journal: Path | None = None
     event_weights: EventWeights = EventWeights()
+    holdout_users: int | None = None
 
     def __post_init__(self) -> None:
         sizes = self.codebook_sizes(0)
@@ -116,6 +119,8 @@ class BuildOptions:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}; expected {low}..{high}")
+        if self.holdout_users is not None and self.holdout_users < 1:
+            raise ValueError(f"holdout_users is {self.holdout_users}; hold out at least 1")
         if not 0 < self.collaborative_weight <= names.MAX_COLLABORATIVE_WEIGHT:
             raise ValueError(
                 f"collaborative_weight is {self.collaborative_weight}; expected 0..100"
@@ -325,7 +330,7 @@ def rebuild_bundle(
     catalog = bundle.catalog()
     vectors, size = catalog.vectors, options.collaborative_dim
     if size:
-        train = events.positive(options.event_kinds).leave_one_out().train
+        train = _positive_events(options, events).leave_one_out().train
         new = collaborative_vectors(train, len(catalog), size, options.seed)
         content = unit(vectors[:, : vectors.shape[1] - size])
         vectors = join_vectors(content, new, options.collaborative_weight)
@@ -384,8 +389,9 @@ def _kept_options(old: Bundle) -> dict[str, Any]:
 
 
 def _positive_events(options: BuildOptions, events: EventLog) -> EventLog:
-    """Returns the positive events with their weights."""
-    return events.positive(options.event_kinds).weighted(options.event_weights)
+    """Returns the positive events with their weights, and whose last ones are held out."""
+    positive = events.positive(options.event_kinds).weighted(options.event_weights)
+    return positive.holding_out(options.holdout_users)
 
 
 def _gpu(device: str) -> FaissGpu | None:
@@ -506,7 +512,7 @@ def _record(
         name: value
         for name, value in asdict(options).items()
         if name not in ("items", "events", "out", "embeddings", "columns", "event_kinds")
-        and name not in ("event_weights", "ids_from", "journal")
+        and name not in ("event_weights", "ids_from", "journal", "holdout_users")
     }
     recorded["device"] = "cpu" if _gpu(options.device) is None else "cuda"
     # A bundle without other kinds is the same as before there were kinds.
@@ -514,6 +520,8 @@ def _record(
     recorded |= {"event_kinds": kinds} if kinds else {}
     weights = options.event_weights.record()
     recorded |= {"event_weights": weights} if weights else {}
+    if options.holdout_users is not None:
+        recorded["holdout_users"] = options.holdout_users
     return recorded | {
         "own_vectors": options.embeddings is not None,
         "num_users": events.num_users,

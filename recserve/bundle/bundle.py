@@ -436,13 +436,15 @@ class Bundle:
     def events(self) -> EventLog:
         """Loads the positive events of the build, which models are trained on and evaluated with.
 
-        They have the weights of the build.
+        They have the weights of the build, and hold out the last events of the same users.
 
         Raises:
             BundleError: If they are damaged.
         """
         manifest = self.manifest
-        return self.all_events().positive(manifest.event_kinds).weighted(manifest.event_weights)
+        positive = self.all_events().positive(manifest.event_kinds)
+        weighted = positive.weighted(manifest.event_weights)
+        return weighted.holding_out(manifest.build.get("holdout_users"))
 
     def all_events(self) -> EventLog:
         """Loads the events of the build. Raises BundleError if there are none, or damaged ones."""
@@ -639,6 +641,7 @@ CHECKS: Mapping[str, Mapping[str, Callable[[Any], str | None]]] = {
         "collaborative_dim": _whole(0, MAX_DIM),
         "collaborative_weight": _number(5e-324, MAX_COLLABORATIVE_WEIGHT),
         "seed": _whole(0, MAX_SEED),
+        "holdout_users": _whole(1, 2**63 - 1),
         "device": _one_of("cpu", "cuda"),
         "on_bad_rows": _one_of("error", "skip"),
         "split": _texts,

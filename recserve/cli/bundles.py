@@ -103,6 +103,12 @@ def build(
             "Default: 1, and 0 for negative types."
         ),
     ] = None,
+    holdout_users: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Most users whose last two events are kept for validation; default: all."
+        ),
+    ] = None,
 ) -> None:
     """Build a bundle from items and events: vectors, semantic ids, catalogue."""
     from recserve.bundle.building import BuildOptions, build_bundle
@@ -126,6 +132,7 @@ def build(
         columns=column_names(column),
         event_kinds=EventKinds(tuple(positive or ()), tuple(read or ()), tuple(negative or ())),
         event_weights=EventWeights(tuple(weight or ())),
+        holdout_users=holdout_users,
     )
     build_bundle(options, typer.echo)
 

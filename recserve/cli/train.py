@@ -64,9 +64,7 @@ def recommender(
     resume: ResumeFlag = False,
     half_life_days: Annotated[
         float | None,
-        typer.Option(
-            help="Age in days at which an event counts half; default: none."
-        ),
+        typer.Option(help="Age in days at which an event counts half; default: none."),
     ] = None,
 ) -> None:
     """Train the recommender, which generates semantic ids."""

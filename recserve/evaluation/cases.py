@@ -1,7 +1,8 @@
 """Leave-one-out cases: user histories, each with the held-out item that follows.
 
-Users with at least three events take part. For `valid`, the history is all but the last two events;
-for `test`, all but the last. `Cases.sample` draws users; the items are never sampled.
+Users with at least three events take part; `EventLog.held_out` may name some of them. For `valid`,
+the history is all but the last two events; for `test`, all but the last. `Cases.sample` draws users;
+the items are never sampled.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def leave_one_out_cases(events: EventLog, split: Literal["valid", "test"]) -> Ca
     if split not in ("valid", "test"):
         raise ValueError(f"split is {split!r}; choose 'valid' or 'test'")
     offsets = events.offsets.astype(np.int64)
-    users = np.flatnonzero(np.diff(offsets) >= 3)
+    users = np.flatnonzero(events.holdout())
     if not users.size:
         raise ValueError("no user has three events, so there is nothing to hold out")
     stops = offsets[1:][users] - (2 if split == "valid" else 1)

@@ -153,6 +153,8 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
         fleet: Whether all servers that share the log of item changes load the bundle.
         link: Name of a link in `bundles_dir` that leads to the served bundle, for restarts.
         name: First part of the names of new bundles.
+        holdout_users: Most users whose last two events are held out of the training, to choose the
+            best epoch and for the gate. All others train with their newest events.
         new_ids: Whether the quantiser is trained anew, so that items get other ids.
         embeddings: File of the user's own item vectors.
         columns: Names of columns in the files by our name.
@@ -183,6 +185,7 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
     fleet: bool = False
     link: BundleName | None = None
     name: BundleName = "retrained"
+    holdout_users: Annotated[int, Meta(ge=1)] = 10_000
     new_ids: bool = False
     embeddings: str | None = None
     columns: dict[str, str] = {}
@@ -386,6 +389,7 @@ def build(config: RetrainConfig, run: Run, served: Bundle, log: Log) -> dict[str
         on_bad_rows=config.on_bad_rows,
         event_kinds=manifest.event_kinds,
         event_weights=manifest.event_weights,
+        holdout_users=config.holdout_users,
     )
     if not config.new_ids:
         options = replace(options, ids_from=served.root, journal=run.folder / "items")

@@ -145,6 +145,26 @@ def test_vectors_are_blind_to_held_events(files: SyntheticFiles, tmp_path: Path)
     assert one.catalog_version == two.catalog_version
 
 
+def test_a_bundle_holds_out_the_users_of_its_build(files: SyntheticFiles, tmp_path: Path) -> None:
+    """The others' newest events count, and the bundle says how many users it holds out."""
+    bundles = []
+    for number, users in enumerate((None, 5)):
+        out = tmp_path / str(number)
+        options = BuildOptions(
+            files.items, files.events, out, codes=16, levels=2, holdout_users=users
+        )
+        build_bundle(options, lambda _: None)
+        bundles.append(Bundle.open(out))
+    assert "holdout_users" not in bundles[0].manifest.build
+    for bundle, users in zip(bundles, (None, 5), strict=True):
+        events, catalog = bundle.events(), bundle.catalog()
+        train = events.leave_one_out().train
+        expected = int((events.lengths() >= 3).sum()) if users is None else users
+        assert events.holdout().sum() == expected
+        assert events.num_events - train.num_events == 2 * expected
+        assert np.array_equal(catalog.popularity, train.popularity(len(catalog)))
+
+
 def test_own_vectors_take_the_place_of_text(files: SyntheticFiles, tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).normal(size=(500, 12)).astype(np.float32)
     np.save(tmp_path / "v.npy", vectors)
@@ -233,6 +253,7 @@ def test_an_output_in_use_is_refused(files: SyntheticFiles, tmp_path: Path) -> N
         ({"codes": (64, 16), "levels": 3}, "codes names 2 levels; levels is 3"),
         ({"codes": (64, 16), "quantizer": "product"}, "a product quantiser has the same number"),
         ({"text_dim": -1}, "text_dim is -1"),
+        ({"holdout_users": 0}, "holdout_users is 0"),
         ({"quantizer": "none"}, "quantizer is 'none'"),
         ({"collaborative_weight": 0}, "collaborative_weight is 0"),
         ({"text_dim": 0, "collaborative_dim": 0}, "an item needs a vector"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,6 +23,7 @@ from recserve.features.tables.mapped_arrays import (
 )
 
 DAY_US = 86_400_000_000
+MIN_EVENTS = 3  # of a user whose last events are held out
 GROUP_ROWS = 1 << 20  # of a group of rows of the events of a bundle
 
 
@@ -39,6 +41,8 @@ class EventLog:
         values: [n] float32 event values, 1 if the source has none.
         has_timestamps: True if `times` are timestamps.
         weights: [n] float32 how much each event counts; None: 1 each.
+        held_out: [U] bool True for the users whose last events `leave_one_out` may hold out. None:
+            all users.
     """
 
     user_ids: list[str]
@@ -50,6 +54,7 @@ class EventLog:
     values: np.ndarray
     has_timestamps: bool
     weights: np.ndarray | None = None
+    held_out: np.ndarray | None = None
 
     @property
     def num_users(self) -> int:
@@ -86,6 +91,7 @@ class EventLog:
             take_where(self.values, kept),
             self.has_timestamps,
             None if self.weights is None else take_where(self.weights, kept),
+            self.held_out,
         )
 
     def positive(self, kinds: EventKinds) -> EventLog:
@@ -110,6 +116,7 @@ class EventLog:
             user_ids=[self.user_ids[user] for user in np.flatnonzero(there).tolist()],
             offsets=np.append(left.offsets[:-1][there], left.offsets[-1]),
             type_names=tuple(self.type_names[number] for number in used.tolist()),
+            held_out=None if self.held_out is None else self.held_out[there],
         )
 
     def weighted(self, weights: EventWeights) -> EventLog:
@@ -121,14 +128,34 @@ class EventLog:
             found[part] = weights.of_events(self.type_names, self.types[part], self.values[part])
         return replace(self, weights=found)
 
-    def leave_one_out(self) -> Split:
-        """Splits off the last event of each user for test and the one before for validation.
+    def holding_out(self, users: int | None) -> EventLog:
+        """Returns the log with at most so many users whose last events are held out; None: all.
+
+        A hash of the id chooses them, so later events of a user change nothing.
+        """
+        enough = np.flatnonzero(self.lengths() >= MIN_EVENTS)
+        if users is None or enough.size <= users:
+            return self
+        hashes = [zlib.crc32(self.user_ids[user].encode()) for user in enough.tolist()]
+        held = np.zeros(self.num_users, bool)
+        held[enough[np.argsort(np.array(hashes), kind="stable")[:users]]] = True
+        return replace(self, held_out=held)
+
+    def holdout(self) -> np.ndarray:
+        """Returns [U] bool True for the users whose last two events are held out.
 
         A user with fewer than three events stays entirely in training, so that every evaluated user
         has a history.
         """
-        lengths, last = self.lengths(), self.offsets[1:] - 1
-        enough = lengths >= 3
+        enough: np.ndarray = self.lengths() >= MIN_EVENTS
+        return enough if self.held_out is None else enough & self.held_out
+
+    def leave_one_out(self) -> Split:
+        """Splits off the last event of each user for test and the one before for validation.
+
+        Users who are not in `holdout` stay entirely in training.
+        """
+        enough, last = self.holdout(), self.offsets[1:] - 1
         held = np.zeros(self.num_events, dtype=bool)
         held[last[enough]] = True
         held[last[enough] - 1] = True

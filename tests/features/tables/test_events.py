@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recserve.evaluation.cases import leave_one_out_cases
+from recserve.features.history.event_kinds import EventKinds
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
@@ -222,6 +224,41 @@ def test_leave_one_out_holds_the_last_two(tmp_path: Path) -> None:
     ]
     assert train.user_ids == log.user_ids
     assert train.popularity(3).tolist() == [2, 2, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_some_users_are_held_out_and_all_others_train_whole(tmp_path: Path, seed: int) -> None:
+    """In a log, in its positive events, and after users had more events."""
+    draw = np.random.default_rng(seed)
+    users = draw.permutation(np.repeat(np.arange(40), draw.integers(1, 7, 40)))
+    most = int(draw.integers(1, 30))
+
+    def held(users: np.ndarray) -> set[str]:
+        types = draw.choice(["buy", "hide"], len(users), p=[0.9, 0.1]).tolist()
+        log, _ = read(
+            tmp_path,
+            user_id=[f"u{user}" for user in users.tolist()],
+            item_id=draw.choice(ITEMS.ids, len(users)).tolist(),
+            timestamp=pa.array(START + np.arange(len(users)), pa.timestamp("s")),
+            type=types,
+        )
+        found: set[str] = set()
+        for one in (log.holding_out(most), log.holding_out(most).positive(EventKinds())):
+            enough = np.flatnonzero(one.lengths() >= 3)
+            cases, split = leave_one_out_cases(one, "test"), one.leave_one_out()
+            chosen = set(cases.users.tolist())
+            assert len(chosen) <= most and chosen <= set(enough.tolist())
+            assert chosen == set(np.flatnonzero(split.test_rows >= 0).tolist())
+            lost = one.lengths() - split.train.lengths()
+            assert lost.tolist() == [2 * (user in chosen) for user in range(one.num_users)]
+            found = found or {one.user_ids[user] for user in chosen}
+        assert len(found) == min(most, int((log.lengths() >= 3).sum()))
+        assert log.holding_out(None) is log
+        return found
+
+    everyone = np.repeat(np.arange(40), 3)  # so that all users have enough
+    before = held(np.concatenate([users, everyone]))
+    assert held(np.concatenate([users, everyone, users])) == before
 
 
 def test_round_trip_through_arrow(tmp_path: Path) -> None:
