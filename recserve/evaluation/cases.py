@@ -1,7 +1,7 @@
 """Leave-one-out cases: user histories, each with the held-out item that follows.
 
-Users with at least three events take part; `EventLog.held_out` may name some of them. For `valid`,
-the history is all but the last two events; for `test`, all but the last. `Cases.sample` draws users;
+Users with at least three events take part; `EventLog.held_out` may name some of them. For `valid`
+the history is all but the last two events, for `test` all but the last. `Cases.sample` draws users;
 the items are never sampled.
 """
 
