@@ -41,6 +41,7 @@ RIGHT = {
     "collaborative_dim": [3],
     "collaborative_weight": [1.5, 3],
     "seed": [3, 10**9],
+    "holdout_users": [3, 10**9],
     "event_kinds": [{}],
     "event_weights": [[]],
     "split": [{}],
