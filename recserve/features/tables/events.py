@@ -210,7 +210,7 @@ class EventLog:
             ValueError: If all weights are 0, or the age counts and the events have no times.
         """
         weights = self.weights
-        if half_life_days is not None:
+        if half_life_days is not None and self.num_events:
             if not self.has_timestamps:
                 raise ValueError("half_life_days is set; the events have no timestamps")
             some = self.times[:: 1 + self.num_events // SAMPLED_TIMES]
