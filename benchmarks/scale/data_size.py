@@ -5,9 +5,10 @@
 Writes synthetic events in Parquet parts, one part after another: items by Zipf's law, users
 unequally active, times ascending as in a log. Then each command runs in a process of its own. A
 command whose memory passes `--limit-gib` is stopped, and the table says so. Training takes a fixed
-number of steps, and an epoch is as many steps as the table says. The two peaks are that of the
-process (`ru_maxrss`), which counts mapped files too, and that of its own memory without files
-(`RssAnon`, sampled).
+number of steps, and an epoch is as many steps as the table says. Stage `resume` trains the
+recommender, kills the process (SIGKILL) in the middle of an epoch and resumes in another one. The
+two peaks are that of the process (`ru_maxrss`), which counts mapped files too, and that of its own
+memory without files (`RssAnon`, sampled).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ USER_EXPONENT = 0.5
 START_US = 1_700_000_000_000_000
 GIB = 1 << 30
 POLL_S = 0.05
-STAGES = ("build", "recommender", "ranker", "evaluate")
+STEP = "step"
+STAGES = ("build", "recommender", "resume", "ranker", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Cost:
         peak_bytes: Largest resident set, mapped files included.
         own_bytes: Largest sampled resident set without files.
         cpu_s: Seconds of the processor, in user and system mode.
-        end: `done`, `stopped` at the limit of memory, or `failed`.
+        end: `done`, `killed` at a step, `stopped` at the limit of memory, or `failed`.
         note: What the command says of its work.
     """
 
@@ -109,11 +111,12 @@ def write_parts(folder: Path, sizes: Sizes, rng: np.random.Generator) -> list[Pa
 
 
 def run_stage(stage: str, folder: Path, steps: int, users: int) -> None:
-    """Runs one command in this process."""
+    """Runs one command in this process. `resume` resumes a training, if there is one."""
     # Imported here: the process that watches needs none of it.
     from recserve.bundle.building import BuildOptions, build_bundle
     from recserve.bundle.bundle import Bundle
     from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
+    from recserve.training import loop
     from recserve.training.options import TrainOptions
     from recserve.training.ranker import ranker
     from recserve.training.recommender import recommender
@@ -140,15 +143,29 @@ def run_stage(stage: str, folder: Path, steps: int, users: int) -> None:
     def plan(self: Any, epoch: int) -> Any:
         batches = whole.plan(self, epoch)
         print(f"{min(steps, len(batches))} of {len(batches)} steps of an epoch", flush=True)
-        return batches[:steps]
+        return list(enumerate(batches[:steps], 1))
 
-    setattr(module, name, type(name, (whole,), {"plan": plan}))
-    train = getattr(module, f"train_{stage}")
-    train(Bundle.open(out), TrainOptions(epochs=1, device="cpu"), recipe)
+    def loss(self: Any, batch: Any) -> Any:
+        if stage == "resume":
+            print(f"{STEP} {batch[0]}", flush=True)
+        return whole.loss(self, batch[1])
+
+    setattr(module, name, type(name, (whole,), {"plan": plan, "loss": loss}))
+    if stage == "resume":
+        loop.SAVE_EVERY_S = 0.0
+    train: Any = ranker.train_ranker if stage == "ranker" else recommender.train_recommender
+    train(Bundle.open(out), TrainOptions(epochs=1, device="cpu", resume=stage == "resume"), recipe)
 
 
-def watch(command: list[str], stage: str, limit_bytes: int) -> Cost:
-    """Runs a command, ends it beyond the limit of memory, and returns what it took."""
+def watch(command: list[str], stage: str, limit_bytes: int, last_step: int = 0) -> Cost:
+    """Runs a command, ends it beyond the limit of memory, and returns what it took.
+
+    Args:
+        command: The command.
+        stage: Its name.
+        limit_bytes: The limit.
+        last_step: Step of training at whose begin the command is killed; 0 for none.
+    """
     own, end = 0, "done"
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.DEVNULL)
@@ -163,6 +180,11 @@ def watch(command: list[str], stage: str, limit_bytes: int) -> Cost:
                     if own > limit_bytes and end == "done":
                         end = "stopped"
                         process.kill()
+            # The command writes at the file's offset, which a seek would move.
+            reached = f"{STEP} {last_step}\n".encode() in os.pread(said.fileno(), 1 << 20, 0)
+            if reached and end == "done":
+                end = "killed"
+                process.kill()
             time.sleep(POLL_S)
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
@@ -170,6 +192,9 @@ def watch(command: list[str], stage: str, limit_bytes: int) -> Cost:
     if end == "done" and process.returncode:
         end = "failed"
     cpu_s = usage.ru_utime + usage.ru_stime
+    steps = [line for line in lines if line.startswith(STEP)]
+    if steps:
+        lines = [*(line for line in lines if line not in steps), f"{steps[0]} to {steps[-1]}"]
     note = "; ".join(dict.fromkeys(lines))
     return Cost(stage, usage.ru_maxrss << 10, own, cpu_s, end, note)
 
@@ -192,21 +217,21 @@ def measure(args: argparse.Namespace) -> Iterator[Cost]:
         size = sum(part.stat().st_size for part in parts)
         print(f"{sizes}: {len(parts)} parts, {size / sizes.events:.1f} bytes per event", flush=True)
         for stage in args.stages:
-            cost = watch(
-                [
-                    *(sys.executable, "-m", "benchmarks.scale.data_size"),
-                    *("--stage", stage, "--folder", str(folder)),
-                    *("--steps", str(args.steps), "--evaluated", str(args.evaluated)),
-                ],
-                stage,
-                int(args.limit_gib * GIB),
-            )
-            print(
-                f"{cost.stage:12} {cost.end:8} peak {cost.peak_bytes / GIB:6.2f} GiB, own "
-                f"{cost.own_bytes / GIB:6.2f} GiB, {cost.cpu_s:7.0f} processor s  {cost.note}",
-                flush=True,
-            )
-            yield cost
+            command = [
+                *(sys.executable, "-m", "benchmarks.scale.data_size"),
+                *("--stage", stage, "--folder", str(folder)),
+                *("--steps", str(args.steps), "--evaluated", str(args.evaluated)),
+            ]
+            if stage == "resume":
+                shutil.rmtree(folder / "bundle" / "recommender", ignore_errors=True)
+            for last_step in (args.steps // 2, 0) if stage == "resume" else (0,):
+                cost = watch(command, stage, int(args.limit_gib * GIB), last_step)
+                print(
+                    f"{cost.stage:12} {cost.end:8} peak {cost.peak_bytes / GIB:6.2f} GiB, own "
+                    f"{cost.own_bytes / GIB:6.2f} GiB, {cost.cpu_s:7.0f} processor s  {cost.note}",
+                    flush=True,
+                )
+                yield cost
             if stage == "build" and cost.end != "done":
                 break
     finally:

@@ -52,8 +52,8 @@ class BuildOptions:
 
     Attributes:
         items: File of items: Parquet, CSV or JSON lines.
-        events: File of events in any of these formats, the folder of a server's event log, or
-            several of them, whose events are joined.
+        events: File of events in any of these formats, a folder whose files are the parts of one,
+            the folder of a server's event log, or several of them, whose events are joined.
         out: Folder of the new bundle.
         embeddings: File of the user's own item vectors. None makes vectors from the items' text.
         quantizer: `residual` or `product`.

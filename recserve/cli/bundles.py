@@ -37,8 +37,8 @@ def build(
     events: Annotated[
         list[Path],
         typer.Option(
-            help="As --items: user_id, item_id, timestamp/position, type, value; or the folder of "
-            "an event log. Repeat the flag to join several."
+            help="As --items: user_id, item_id, timestamp/position, type, value; a folder of parts "
+            "of one kind; or that of an event log. Repeat the flag to join several."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],

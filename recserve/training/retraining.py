@@ -136,7 +136,7 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
 
     Attributes:
         items: File of items.
-        events: Files of events, such as the first one.
+        events: Files of events, such as the first one, or folders of parts.
         bundles_dir: The server's folder of bundles; new ones get names of `name` and a number.
         runs: Folder of the runs.
         event_log: Folder of the server's event log.

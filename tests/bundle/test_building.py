@@ -78,6 +78,24 @@ def test_data_that_does_not_fit_gives_the_same_bundle(
     assert two.events().user_ids == one.events().user_ids
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_folder_of_parts_gives_the_bundle_of_one_file(
+    files: SyntheticFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    whole = build(files, tmp_path / "whole")
+    table, folder = pq.read_table(files.events), tmp_path / "parts"
+    folder.mkdir()
+    for n in range(4):
+        pq.write_table(table.slice(n * len(table) // 3, len(table) // 3), folder / f"{n}.parquet")
+    if large:
+        monkeypatch.setattr(large_events, "ROWS_IN_MEMORY", -1)
+        monkeypatch.setattr(large_events, "CHUNK_ROWS", 100)
+    parts = build(dataclasses.replace(files, events=folder), tmp_path / "divided")
+    one, two = (Bundle.open(report.out) for report in (whole, parts))
+    assert dict(one.manifest.files) == dict(two.manifest.files)
+    assert one.manifest.build == two.manifest.build
+
+
 def test_pairs_of_many_events_are_those_of_some_users(
     files: SyntheticFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,7 @@ from recserve.bounds import (
     UNITS_PER_S,
 )
 from recserve.features.tables.column_names import list_names
-from recserve.features.tables.parquet import SchemaError, is_text, mistyped
+from recserve.features.tables.parquet import RowsError, SchemaError, is_text, mistyped
 from recserve.features.tables.rfc3339 import parse_timestamp
 
 OUT_OF_RANGE = -1
@@ -258,9 +258,12 @@ def _of_numbers(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
         row = int(np.flatnonzero(~null)[0])
         order = raw.dtype.kind == "i" and raw[~null].min() >= 0 and raw[~null].max() <= MAX_POSITION
         hint = "; if they only order the events, name them --column position=NAME" if order else ""
-        raise SchemaError(
-            f"is {kind}; expected timestamp, or numbers since 1970 in "
-            f"{', '.join(UNITS_PER_S)} of the years 1973 to 2255; row {row} has {raw[row]}{hint}"
+        raise RowsError(
+            lambda name: (
+                f"is {kind}; expected timestamp, or numbers since 1970 in "
+                f"{', '.join(UNITS_PER_S)} of the years 1973 to 2255; "
+                f"{name(row)} has {raw[row]}{hint}"
+            )
         )
     times[null] = NULL_TIME
     word = "integers" if raw.dtype.kind == "i" else "numbers"
@@ -287,9 +290,11 @@ def _of_texts(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
     _check_alike(first, values)
     if not kinds and any(texts):
         row = int(np.flatnonzero(micros[codes] != NULL_TIME)[0])
-        raise SchemaError(
-            f"is {values.type}; expected timestamp, or text in RFC 3339 such as "
-            f"2026-01-31T12:00:00Z; row {row} has {values[row].as_py()[:60]!r}"
+        raise RowsError(
+            lambda name: (
+                f"is {values.type}; expected timestamp, or text in RFC 3339 such as "
+                f"2026-01-31T12:00:00Z; {name(row)} has {values[row].as_py()[:60]!r}"
+            )
         )
     return micros[codes], "".join(ISO_NOTES[kind] for kind in kinds)
 
@@ -313,8 +318,12 @@ def _parse(parts: re.Match[str]) -> int:
 def _check_alike(first: dict[str, int], values: Any) -> None:
     """Raises SchemaError if a column has times of several kinds. `first` is the row of each."""
     if len(first) > 1:
-        listed = " and ".join(f"{kind} (row {row}: {values[row]})" for kind, row in first.items())
-        raise SchemaError(f"mixes {listed}; write all rows alike")
+
+        def text(name: Callable[[int], str]) -> str:
+            listed = [f"{kind} ({name(row)}: {values[row]})" for kind, row in first.items()]
+            return f"mixes {' and '.join(listed)}; write all rows alike"
+
+        raise RowsError(text)
 
 
 def _decode(values: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -345,9 +354,11 @@ def _whole_floats(values: pa.ChunkedArray, expected: str) -> pa.Array:
     with np.errstate(invalid="ignore"):
         wrong = np.flatnonzero(~null & ((numbers != np.rint(numbers)) | (abs(numbers) > exact)))
     if wrong.size:
-        raise SchemaError(
-            f"is {kind}; expected {expected}: row {wrong[0]} has {numbers[wrong[0]]}, "
-            f"and a {kind} holds whole numbers up to {exact:.0f} only"
+        raise RowsError(
+            lambda name: (
+                f"is {kind}; expected {expected}: {name(int(wrong[0]))} has "
+                f"{numbers[wrong[0]]}, and a {kind} holds whole numbers up to {exact:.0f} only"
+            )
         )
     whole = np.where(null, 0, numbers).astype(np.int64)
     return _cast(pa.chunked_array([pa.array(whole, mask=null)]), pa.large_string())

@@ -6,6 +6,7 @@ of a user in the history store; `event_id` is the id that the client gave, if he
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from recserve.files import FORMAT_KEY, UnreadableFile, check_metadata
 FORMAT = "recserve-event-log/1"
 KIND = "events"
 PATTERN = f"{KIND}-*.parquet"
+LOG_NAME = re.compile(rf"{KIND}-\d{{8}}T\d{{6}}Z-[0-9a-f]+-\d+\.parquet")
 REMOVE = "remove"
 TIME = pa.timestamp("us", "UTC")
 SCHEMA = pa.schema(
@@ -37,6 +39,21 @@ SCHEMA = pa.schema(
     ],
     metadata={FORMAT_KEY: FORMAT},
 )
+
+
+def is_event_log(path: Path) -> bool:
+    """Whether a path is the folder of an event log, and neither a file nor plain parts."""
+    if not path.is_dir():
+        return False
+    for file in path.glob(PATTERN):
+        if LOG_NAME.fullmatch(file.name):
+            return True
+        try:
+            if FORMAT_KEY.encode() in (pq.read_schema(file).metadata or {}):
+                return True
+        except (pa.ArrowException, OSError, ValueError):
+            continue  # whoever reads it says so
+    return False
 
 
 def read_event_files(folder: Path, since_us: int | None = None) -> pa.Table:

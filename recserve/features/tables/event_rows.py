@@ -34,6 +34,7 @@ from recserve.features.tables.conversions import (
 from recserve.features.tables.event_files import (
     REMOVE,
     event_keys,
+    is_event_log,
     read_event_files,
     received_us,
 )
@@ -73,7 +74,7 @@ def checked_rows(
         versions: Whether rows may be versions of one event, as in a log.
     """
     arrays = EventRows.of(source, items)
-    check = RowCheck(source.path, len(source), on_bad_rows, source.labels)
+    check = RowCheck(source.path, len(source), on_bad_rows, source.labels, source.places)
     check_chunk(arrays, check, source, valued)
     if not versions:
         arrays.reject_repeats(check)
@@ -327,9 +328,9 @@ class OpenedPart:
 
     @classmethod
     def of(cls, path: Path, names: Mapping[str, str], joins: bool = True) -> OpenedPart:
-        """Opens a file, or the folder of an event log. Raises SchemaError."""
-        if not path.is_dir():
-            return cls.of_source(InputTable(path, COLUMNS, names), joins)
+        """Opens a file, a folder of its parts, or that of an event log. Raises SchemaError."""
+        if not is_event_log(path):
+            return cls.of_source(InputTable(path, COLUMNS, names, parts=True), joins)
         return cls.of_log(
             read_event_files(path), lambda content: InputTable(path, COLUMNS, content=content)
         )
@@ -392,14 +393,14 @@ class EventPart:
         on_bad_rows: OnBadRows,
         valued: Collection[str],
     ) -> EventPart:
-        """Reads a file, or the folder of an event log. Raises as `read_events`."""
-        opened = OpenedPart.of(path, names)
+        """Reads a file, a folder of its parts, or an event log. Raises as `read_events`."""
+        opened, is_log = OpenedPart.of(path, names), is_event_log(path)
         source, keys, received = opened.source, opened.keys, opened.received
-        arrays, check = checked_rows(source, items, on_bad_rows, valued, path.is_dir())
+        arrays, check = checked_rows(source, items, on_bad_rows, valued, is_log)
         # A log may hold removals only, and "skip" may leave nothing of a file.
         strict = on_bad_rows == "error" and len(source)
         kept = check.finish() if strict else np.flatnonzero(check.kept)
-        report = check.report(() if path.is_dir() else source.columns())
+        report = check.report(() if is_log else source.columns())
         return cls(
             arrays.take(kept),
             keys[kept],

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from recserve.features.tables import large_events
 from recserve.features.tables.column_names import names_of_table
-from recserve.features.tables.event_files import read_event_chunks
+from recserve.features.tables.event_files import is_event_log, read_event_chunks
 from recserve.features.tables.event_rows import (
     COLUMNS,
     EventPart,
@@ -58,11 +58,15 @@ def read_events(
     Each user's events are sorted by time, then by position; ties stay in file order. The report
     counts the rows that are older than the previous row of their user.
 
+    A folder whose files are no event log has the parts of one file, in the order of their names:
+    all of Parquet, CSV or JSON lines, with the same columns.
+
     Each file is checked by itself. Of an event that several hold, the version that a server
     received last counts, and an event that was removed is left out.
 
     Args:
-        path: File with `timestamp` or `position` or both; the folder of an event log; or several.
+        path: File with `timestamp` or `position` or both; the folder of its parts, or of an event
+            log; or several.
         items: Items that events may refer to.
         on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
         columns: Names of columns in the file by our name, as of `--column`.
@@ -81,10 +85,10 @@ def read_events(
         raise SchemaError("no file of events is given; expected one or more")
     if large_events.num_rows_about(paths) > large_events.ROWS_IN_MEMORY:
         return large_events.read_large_events(paths, names, items, on_bad_rows, valued)
-    if len(paths) > 1 or paths[0].is_dir():
+    if len(paths) > 1 or is_event_log(paths[0]):
         parts = [EventPart.of(one, names, items, on_bad_rows, valued) for one in paths]
         return _join(parts)
-    source = InputTable(paths[0], COLUMNS, names)
+    source = InputTable(paths[0], COLUMNS, names, parts=True)
     arrays, check = checked_rows(source, items, on_bad_rows, valued)
     kept = check.finish()
     check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))
@@ -99,7 +103,7 @@ def find_problems(
     problems = []
     for one in [path] if isinstance(path, str | Path) else path:
         try:
-            if not Path(one).is_dir():
+            if not is_event_log(Path(one)):
                 large_events.check_columns_of(Path(one), names)
             else:
                 for _ in read_event_chunks(Path(one)):

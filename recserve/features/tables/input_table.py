@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from recserve.features.tables.column_names import list_names, rename_columns, suggest
 from recserve.features.tables.conversions import convert_text
 from recserve.features.tables.parquet import (
     MAX_TABLE_BYTES,
     ColumnUse,
+    Places,
     RowCheck,
     SchemaError,
     check_rows,
+    explain,
     is_text,
-    read_table,
+    parquet_errors,
     read_table_chunks,
 )
 from recserve.features.tables.plain_columns import (
+    check_parquet,
     plain_column,
     unreadable_rows,
     without_rows,
@@ -31,13 +37,16 @@ from recserve.features.tables.plain_columns import (
 from recserve.features.tables.text_files import (
     DELIMITERS,
     LINE_SUFFIXES,
+    Block,
     Content,
     Rename,
     Unreadable,
-    read_csv,
-    read_csv_chunks,
-    read_line_chunks,
-    read_lines,
+    csv_content,
+    find_delimiter,
+    lines_content,
+    places_of,
+    read_csv_blocks,
+    read_line_blocks,
 )
 
 T = TypeVar("T")
@@ -61,68 +70,213 @@ SHORT_NUMBER = 10**15
 NO_VALUE = "ignored: no row has a value"
 
 
-def read_input(path: Path, rename: Rename) -> Content:
-    """Reads a file of Parquet, CSV or JSON lines, told by its suffix; others are Parquet.
+def kind_of(path: Path) -> Literal["CSV", "JSON lines", "Parquet"]:
+    """Returns the kind of a file, told by its suffix; others are Parquet."""
+    suffix = path.suffix.lower()
+    return "CSV" if suffix in DELIMITERS else "JSON lines" if suffix in LINE_SUFFIXES else "Parquet"
+
+
+def is_hidden(path: Path) -> bool:
+    """Whether writers of parts mean a file for themselves, such as `_SUCCESS`."""
+    return path.name.startswith(("_", "."))
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Returns a file, or the files of a folder of parts in the order of their names.
+
+    Raises:
+        SchemaError: If a file is missing, too large or of another kind, or if a folder has none,
+            files of several kinds, or folders.
+    """
+    paths = [path]
+    if path.is_dir():
+        paths = [one for one in sorted(path.iterdir()) if not is_hidden(one)]
+        if not paths:
+            raise SchemaError(
+                f"{path}: is an empty folder; expected parts of Parquet, CSV or JSON lines, or "
+                "an event log"
+            )
+    for one in paths:
+        if not one.is_file():
+            reason = "is a folder; expected a file" if one.is_dir() else "no such file"
+            raise SchemaError(f"{one}: {reason}")
+        suffix = one.suffix.lower()
+        if suffix in FOREIGN:
+            raise SchemaError(f"{one}: expected Parquet, CSV or JSON lines; {FOREIGN[suffix]}")
+        if kind_of(one) != "Parquet" and one.stat().st_size > MAX_TABLE_BYTES:
+            raise SchemaError(f"{one}: {one.stat().st_size} bytes; at most {MAX_TABLE_BYTES}")
+        if kind_of(one) != kind_of(paths[0]):
+            raise SchemaError(
+                f"{path}: has parts of several kinds: {paths[0].name} is {kind_of(paths[0])}, "
+                f"{one.name} is {kind_of(one)}; expected one kind"
+            )
+    return paths
+
+
+def read_blocks(path: Path, rows: int | None) -> Iterator[Block]:
+    """Yields the rows of a file, or of the parts of a folder, as they were read.
+
+    Args:
+        path: The file of Parquet, CSV or JSON lines, or the folder.
+        rows: Rows of a block of Parquet; a block of text has a number of bytes or lines. None: a
+            block has a whole file.
+
+    Raises:
+        SchemaError: If a file is missing, unreadable or too large, or if parts have other columns.
+    """
+    paths = part_paths(path)
+    kind = kind_of(paths[0])
+    if len(paths) > 1 and kind != "Parquet":
+        paths = [one for one in paths if one.stat().st_size] or paths[:1]
+    if kind == "JSON lines":
+        for one in paths:
+            yield from read_line_blocks(one, rows is None)
+        return
+    schema = _joint_schema(paths) if kind == "Parquet" and path.is_dir() else None
+    delimiter = find_delimiter(paths[0]) if kind == "CSV" else ""
+    names: list[str] = [] if schema is None else schema.names
+    for one in paths:
+        blocks = (
+            read_csv_blocks(one, delimiter, rows is None)
+            if kind == "CSV"
+            else _table_blocks(one, rows, schema)
+        )
+        for block in blocks:
+            assert block.table is not None
+            given = block.table.column_names
+            names = names or given
+            if given != names:
+                check_same_names(one, given, paths[0], names)
+                block = replace(block, table=block.table.select(names))
+            yield block
+
+
+def check_same_names(path: Path, names: list[str], first: Path, expected: list[str]) -> None:
+    """Raises SchemaError if a part has other columns than the first one."""
+    other = [name for name in names if name not in expected]
+    missing = [name for name in expected if name not in names]
+    if other or missing:
+        reasons = [f"lacks {list_names(missing)}"] if missing else []
+        reasons += [f"has {list_names(other)}"] if other else []
+        raise SchemaError(
+            f"{path}: {' and '.join(reasons)}, unlike {first.name}; expected parts with the same "
+            "columns"
+        )
+
+
+def _joint_schema(paths: Sequence[Path]) -> pa.Schema:
+    """Returns the columns of the first part, with types that hold those of all parts."""
+    joint: pa.Schema | None = None
+    for path in paths:
+        with parquet_errors(path), pq.ParquetFile(path) as file:
+            check_parquet(file)
+            schema = file.schema_arrow
+        if joint is None:
+            joint = schema
+            continue
+        check_same_names(path, schema.names, paths[0], joint.names)
+        for place, field in enumerate(joint):
+            kind = schema.field(field.name).type
+            if kind == field.type:
+                continue
+            try:
+                one = [pa.schema([pa.field("x", t)]) for t in (field.type, kind)]
+                both = pa.unify_schemas(one, promote_options="permissive").field("x").type
+            except (pa.ArrowException, NotImplementedError):
+                raise SchemaError(
+                    f"{path}: column {field.name} is {kind}, and {field.type} in parts before it; "
+                    "expected parts with the same types"
+                ) from None
+            joint = joint.set(place, pa.field(field.name, both))
+    assert joint is not None
+    return joint
+
+
+def _table_blocks(path: Path, rows: int | None, schema: pa.Schema | None) -> Iterator[Block]:
+    """Yields the rows of a Parquet file, with the types of a schema."""
+    first = 0
+    for table in read_table_chunks(path, rows):
+        for place, name in enumerate(table.column_names if schema is not None else ()):
+            kind = schema.field(name).type  # type: ignore[union-attr]
+            values = table.column(name)
+            if values.type != kind:
+                try:
+                    table = table.set_column(place, name, values.cast(kind))
+                except (pa.ArrowException, NotImplementedError) as error:
+                    raise SchemaError(
+                        f"{path}: column {name} is {values.type}, and {kind} in other parts, "
+                        f"which cannot hold it ({error}); expected parts with the same types"
+                    ) from None
+        yield Block(path, first, table)
+        first += table.num_rows
+
+
+def content_of(path: Path, blocks: Iterable[Block], rename: Rename) -> Content:
+    """Returns what blocks of `read_blocks` hold.
+
+    Args:
+        path: The file or folder.
+        blocks: The blocks, at least one.
+        rename: Returns our names of the columns, None for those to leave out.
+
+    Raises:
+        SchemaError: If columns cannot be named or have no type.
+    """
+    blocks = iter(blocks)
+    first = next(blocks)
+    if first.table is None:
+        return lines_content(path, chain([first], blocks), rename)
+    tables = [first, *blocks]
+    if kind_of(first.path) == "CSV":
+        return csv_content(tables, rename)
+    table = pa.concat_tables([block.table for block in tables])
+    try:
+        ours = rename(table.column_names)
+    except ValueError as error:
+        raise SchemaError(f"{first.path}: {error}") from None
+    return _parquet_content(first.path, table, ours, places_of(tables))
+
+
+def read_input(path: Path, rename: Rename, parts: bool = False) -> Content:
+    """Reads a file of Parquet, CSV or JSON lines.
 
     Args:
         path: The file.
         rename: Returns our names of the columns, None for those to leave out.
+        parts: Whether the path may be a folder whose files are the parts of one.
 
     Raises:
         SchemaError: If the file is missing, unreadable, too large or empty.
     """
-    if path.is_dir():
+    if path.is_dir() and not parts:
         raise SchemaError(f"{path}: is a folder; expected a file")
-    if not path.is_file():
-        raise SchemaError(f"{path}: no such file")
-    suffix = path.suffix.lower()
-    if suffix in FOREIGN:
-        raise SchemaError(f"{path}: expected Parquet, CSV or JSON lines; {FOREIGN[suffix]}")
-    if suffix not in DELIMITERS and suffix not in LINE_SUFFIXES:
-        return _read_parquet(path, rename)
-    if path.stat().st_size > MAX_TABLE_BYTES:
-        raise SchemaError(f"{path}: {path.stat().st_size} bytes; at most {MAX_TABLE_BYTES}")
-    content = (read_csv if suffix in DELIMITERS else read_lines)(path, rename)
+    content = content_of(path, read_blocks(path, None), rename)
     check_rows(content.table, path)
     return content
 
 
-def _read_parquet(path: Path, rename: Rename) -> Content:
-    table = read_table(path)
-    try:
-        ours = rename(table.column_names)
-    except ValueError as error:
-        raise SchemaError(f"{path}: {error}") from None
-    return _parquet_content(path, table, ours)
-
-
 def read_chunks(path: Path, rename: Rename, rows: int) -> Iterator[Content]:
-    """Yields the rows of a file that `read_input` reads, in chunks; their types may differ.
+    """Yields the rows of a file or folder in chunks; their types may differ.
 
     Args:
-        path: The file.
+        path: The file, or the folder of its parts.
         rename: As of `read_input`.
-        rows: Rows of a chunk of Parquet; a chunk of CSV is a block of bytes.
+        rows: As of `read_blocks`.
 
     Raises:
-        ArrowException, OSError, ValueError: If `read_input` would refuse the file, or if its rows
-            can only be read together.
+        SchemaError: If `read_input` would refuse the file, or if its rows can only be read
+            together.
     """
-    suffix = path.suffix.lower()
-    if suffix in FOREIGN or not path.is_file():
-        raise ValueError("the file is not read")
-    if suffix in DELIMITERS or suffix in LINE_SUFFIXES:
-        if path.stat().st_size > MAX_TABLE_BYTES:
-            raise ValueError("the file is too large")
-        yield from (read_csv_chunks if suffix in DELIMITERS else read_line_chunks)(path, rename)
-        return
-    ours: list[str | None] | None = None
-    for table in read_table_chunks(path, rows):
-        ours = rename(table.column_names) if ours is None else ours
-        yield _parquet_content(path, table, ours)
+    for block in read_blocks(path, rows):
+        content = content_of(path, [block], rename)
+        if not content.table.num_columns and any(line.strip() for _, line in block.lines):
+            raise SchemaError("the lines have no fields")
+        yield content
 
 
-def _parquet_content(path: Path, table: pa.Table, ours: list[str | None]) -> Content:
+def _parquet_content(
+    path: Path, table: pa.Table, ours: list[str | None], places: Places
+) -> Content:
     columns: dict[str, pa.ChunkedArray] = {}
     notes: dict[str, str] = {}
     unreadable: list[Unreadable] = []
@@ -141,14 +295,15 @@ def _parquet_content(path: Path, table: pa.Table, ours: list[str | None]) -> Con
                 Unreadable(own, rows, "not UTF-8", lambda row: "the text is not UTF-8")
             )
         columns[own] = values
-    return Content(pa.table(columns), tuple(unreadable), notes)
+    return Content(pa.table(columns), tuple(unreadable), notes, places)
 
 
 class InputTable:
-    """The table of an input file.
+    """The table of an input file, or of a folder with its parts.
 
     Attributes:
-        path: Path of the file.
+        path: Path of the file or folder.
+        places: Where the rows come from.
         table: Its columns with our names.
         labels: Names of renamed columns for messages, by our name.
         problems: Reasons why the file cannot be used, one line each.
@@ -161,6 +316,7 @@ class InputTable:
         known: Iterable[str],
         names: Mapping[str, str] | None = None,
         content: Content | None = None,
+        parts: bool = False,
     ) -> None:
         """Reads a file.
 
@@ -169,6 +325,7 @@ class InputTable:
             known: Names of the columns that have a meaning.
             names: Names of columns in this file, by our name.
             content: What the file holds, if it has been read.
+            parts: Whether the path may be a folder whose files are the parts of one.
 
         Raises:
             SchemaError: If the file is unreadable or lacks a name.
@@ -182,8 +339,9 @@ class InputTable:
             return ours
 
         self.path = path
-        self._content = read_input(path, rename) if content is None else content
+        self._content = read_input(path, rename, parts) if content is None else content
         self.table = self._content.table
+        self.places = self._content.places or Places(((0, path, 0),))
         self._names = {
             own: name
             for own, name in names.items()
@@ -217,10 +375,23 @@ class InputTable:
         try:
             values, note = convert(self.table.column(name))
         except SchemaError as error:
-            self.problems.append(f"{self.path}: column {self.label(name)} {error}")
+            path, reason = explain(error, self.places.of)
+            path = path or self._part_with_fault(name, convert)
+            self.problems.append(f"{path}: column {self.label(name)} {reason}")
             return default
         self.uses[name] = f"{use}; {note}" if note else use
         return values
+
+    def _part_with_fault(self, name: str, convert: Convert[T]) -> Path:
+        """Returns the first part whose column is refused by itself; the folder if none is."""
+        column, runs = self.table.column(name), self.places.runs
+        ends = [*(first for first, _, _ in runs[1:]), len(self)]
+        for (first, path, _), end in zip(runs, ends, strict=True):
+            try:
+                convert(column.slice(first, end - first))
+            except SchemaError:
+                return path
+        return self.path
 
     def own_name(self, name: str) -> str:
         """Returns our name of a column that is given by our name or by that in the file."""
@@ -255,8 +426,11 @@ class InputTable:
         there = self.table.column_names
         meant = [(other, name) for name in names for other in there if suggest(other, [name])]
         hint = f"; name it with {flag(*meant[0][::-1])}" if meant else ""
+        # Parts have the names of the first one; JSON lines may have others in each line.
+        first = self.places.runs[0][1]
+        path = self.path if kind_of(first) == "JSON lines" else first
         self.problems.append(
-            f"{self.path}: column {wanted} is missing; the file has {list_names(there)}{hint}"
+            f"{path}: column {wanted} is missing; the file has {list_names(there)}{hint}"
         )
 
     def suggestion(self, name: str) -> str:
@@ -332,7 +506,7 @@ class ChunkedInput:
     def _add_type(self, name: str, values: pa.ChunkedArray) -> None:
         """Joins the type of a chunk's column with that of earlier chunks."""
         kind, known = values.type, self.types.get(name, pa.null())
-        if kind == pa.int64() and (pc.max(pc.abs(values)).as_py() or 0) >= SHORT_NUMBER:
+        if has_long_integers(values):
             self._long.add(name)
         if kind == known or pa.types.is_null(kind):
             self.types.setdefault(name, kind)
@@ -396,6 +570,11 @@ class ChunkTable(InputTable):
                 raise MixedChunksError(f"{name}: {note} and {known}")
             self._whole.uses[name] = (use, note or known)
         return result
+
+
+def has_long_integers(values: pa.ChunkedArray) -> bool:
+    """Whether a column has integers that doubles may round."""
+    return bool(values.type == pa.int64() and (pc.max(pc.abs(values)).as_py() or 0) >= SHORT_NUMBER)
 
 
 def flag(ours: str, theirs: str) -> str:

@@ -12,16 +12,24 @@ columns is read at once, as one chunk: such as a CSV file in which a number is t
 
 from __future__ import annotations
 
+import contextlib
+import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recserve.features.tables.event_files import event_file_paths, read_event_chunks
+from recserve.features.tables.column_names import rename_columns
+from recserve.features.tables.event_files import (
+    event_file_paths,
+    is_event_log,
+    read_event_chunks,
+)
 from recserve.features.tables.event_rows import (
     COLUMNS,
     IDS,
@@ -36,9 +44,15 @@ from recserve.features.tables.event_rows import (
 )
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import (
+    SHARED,
     ChunkedInput,
     InputTable,
     MixedChunksError,
+    content_of,
+    has_long_integers,
+    kind_of,
+    part_paths,
+    read_blocks,
     read_chunks,
 )
 from recserve.features.tables.items import ItemTable
@@ -49,14 +63,16 @@ from recserve.features.tables.parquet import (
     ChunkedRowCheck,
     OnBadRows,
     SchemaError,
+    check_rows,
 )
-from recserve.features.tables.text_files import DELIMITERS, LINE_SUFFIXES
+from recserve.features.tables.text_files import Block, Content, LineError
 
 ROWS_IN_MEMORY = 4_000_000  # of all files; a reading at once takes about 500 bytes for each
 CHUNK_ROWS = 1 << 19
 BUCKET_ROWS = 1 << 21
 MAX_BUCKETS = 256
 BYTES_OF_LINE = 32  # of a row of text, at least
+NOTHING = ItemTable([], [], [], pa.table({}))  # for what depends on columns only
 # What chunks that do not fit each other, or a file that is refused, may raise.
 UNREADABLE = (pa.ArrowException, OSError, ValueError, TypeError, KeyError)
 SPILLED = pa.schema(
@@ -85,12 +101,12 @@ def num_rows_about(paths: Sequence[Path]) -> int:
     total = 0
     for path in paths:
         try:
-            if path.is_dir():
-                total += sum(pq.read_metadata(file).num_rows for file in event_file_paths(path))
-            elif path.suffix.lower() in (*DELIMITERS, *LINE_SUFFIXES):
-                total += path.stat().st_size // BYTES_OF_LINE
-            else:
-                total += pq.read_metadata(path).num_rows
+            files = event_file_paths(path) if is_event_log(path) else part_paths(path)
+            for file in files:
+                if kind_of(file) == "Parquet":
+                    total += pq.read_metadata(file).num_rows
+                else:
+                    total += file.stat().st_size // BYTES_OF_LINE
         except (pa.ArrowException, OSError, ValueError):
             continue
     return total
@@ -119,7 +135,7 @@ def read_large_events(
     num_buckets = min(max(-(-num_rows_about(paths) // BUCKET_ROWS), 1), MAX_BUCKETS)
     with tempfile.TemporaryDirectory() as folder:
         spilled = _Buckets(Path(folder), "rows", num_buckets, SPILLED)
-        joins = len(paths) > 1 or paths[0].is_dir()
+        joins = len(paths) > 1 or is_event_log(paths[0])
         reading = _Reading(names, items, on_bad_rows, valued, spilled, joins)
         for path in paths:
             reading.read(path)
@@ -130,16 +146,63 @@ def read_large_events(
 
 def check_columns_of(path: Path, names: Mapping[str, str]) -> None:
     """Raises SchemaError if a file's columns cannot be used, whatever the items are."""
-    whole, nothing = ChunkedInput(path, COLUMNS, names), ItemTable([], [], [], pa.table({}))
+    whole = ChunkedInput(path, COLUMNS, names)
     try:
         for content in read_chunks(path, whole.rename, CHUNK_ROWS):
             if content.table.num_rows:
-                EventRows.of(whole.chunk(content), nothing)
+                EventRows.of(whole.chunk(content), NOTHING)
         if whole.types:
             return
     except UNREADABLE:
         pass
-    EventRows.of(InputTable(path, COLUMNS, names), nothing)
+    find_refusal(path, names)
+    EventRows.of(InputTable(path, COLUMNS, names, parts=True), NOTHING)
+
+
+def find_refusal(path: Path, names: Mapping[str, str]) -> None:
+    """Raises the SchemaError with which a reading at once would refuse a file, in most cases.
+
+    Of the file's blocks only those stay in memory that say something new of a column: its type, how
+    it was converted, or why it cannot be. Together they are refused as the file is.
+    """
+
+    def rename(given: list[str]) -> list[str | None]:
+        return rename_columns(given, names, SHARED)
+
+    seen, kept = set[Any](), list[Block]()
+    for block in read_blocks(path, CHUNK_ROWS):
+        signs = set[Any]()
+        try:
+            source = InputTable(path, COLUMNS, names, content_of(path, [block], rename))
+        except LineError:
+            raise
+        except SchemaError as error:
+            signs.add(_form(error))
+        else:
+            signs |= _signs(source)
+        if signs - seen:
+            kept.append(block)
+            seen |= signs
+    content = content_of(path, kept, rename) if kept else Content(pa.table({}))
+    check_rows(content.table, path)
+    EventRows.of(InputTable(path, COLUMNS, names, content), NOTHING)
+
+
+def _signs(source: InputTable) -> set[Any]:
+    """Returns what a block says of its columns."""
+    with contextlib.suppress(SchemaError):
+        EventRows.of(source, NOTHING)
+    signs: set[Any] = {_form(problem) for problem in source.problems}
+    for name in source.table.column_names:
+        values = source.table.column(name)
+        signs.add((name, str(values.type), source.has(name), has_long_integers(values)))
+        signs.add((name, source.uses.get(name)))
+    return signs
+
+
+def _form(message: object) -> str:
+    """Returns a message without its examples."""
+    return re.sub(r"'[^']*'|[0-9]+", "", str(message))
 
 
 class _Buckets:
@@ -250,9 +313,11 @@ class _Reading:
     def read(self, path: Path) -> None:
         """Reads a file or a log, in chunks if it can be, and notes why it is refused."""
         try:
-            file = self._read(path, self._log_chunks if path.is_dir() else self._file_chunks)
+            file = self._read(path, self._log_chunks if is_event_log(path) else self._file_chunks)
         except UNREADABLE:
             try:
+                if not is_event_log(path):
+                    find_refusal(path, self.names)
                 file = self._read(path, self._at_once)
             except SchemaError as error:
                 self.refusal = error
@@ -277,7 +342,7 @@ class _Reading:
     def _read(self, path: Path, chunks: _Chunks) -> _File:
         number, self._num_files = self._num_files, self._num_files + 1
         check = ChunkedRowCheck(path, self.on_bad_rows)
-        file = _File(number, check, path.is_dir(), self._num_rows)
+        file = _File(number, check, is_event_log(path), self._num_rows)
         whole, type_names = None, set[str]()
         for part, whole in chunks(path):
             if len(part.source) or whole is None:
@@ -287,7 +352,7 @@ class _Reading:
                 file.clock = rows.clock
                 type_names.update(rows.type_names)
                 check_type_count(path, type_names)
-                file.check.begin(len(part.source), part.source.labels)
+                file.check.begin(len(part.source), part.source.labels, part.source.places)
                 check_chunk(rows, file.check, part.source, self.valued)
                 self._spill_rows(number, part, rows, file.check.kept)
                 if whole is None:

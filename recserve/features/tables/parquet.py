@@ -6,7 +6,9 @@ A wrong schema is always an error. An invalid row is an error under `on_bad_rows
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +40,61 @@ class SchemaError(ValueError):
     """The file is unreadable or empty, or a column is missing or of the wrong type."""
 
 
+class RowsError(SchemaError):
+    """A SchemaError that names rows of a column, which may be those of several files."""
+
+    def __init__(self, text: Callable[[Callable[[int], str]], str]) -> None:
+        """Makes the error.
+
+        Args:
+            text: Returns the message from what names a row of the column, as in `row 3`.
+        """
+        super().__init__(text(lambda row: f"row {row}"))
+        self.text = text
+
+
 class BadRowError(ValueError):
     """A row of the file is invalid; the message names file, column and row."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The files and rows that the rows of a table come from.
+
+    Attributes:
+        runs: For each run of consecutive rows: its first row in the table, its file, and the number
+            of that row in the file.
+    """
+
+    runs: tuple[tuple[int, Path, int], ...]
+
+    def of(self, row: int) -> tuple[Path, int]:
+        """Returns the file of a row, and its number there."""
+        first, path, number = self.runs[bisect_right(self.runs, row, key=lambda run: run[0]) - 1]
+        return path, number + row - first
+
+
+def explain(
+    error: Exception, place: Callable[[int], tuple[Path, int]], word: str = "row"
+) -> tuple[Path | None, str]:
+    """Returns the message of an error of a column, and the file of the first row in it.
+
+    Args:
+        error: The error.
+        place: Returns the file of a row of the column, and its number there.
+        word: What a row is called.
+    """
+    if not isinstance(error, RowsError):
+        return None, str(error)
+    files: list[Path] = []
+
+    def name(row: int) -> str:
+        path, number = place(row)
+        files.append(path)
+        return f"{word} {number}" + (f" of {path.name}" if path != files[0] else "")
+
+    text = error.text(name)
+    return files[0] if files else None, text
 
 
 @dataclass(frozen=True)
@@ -116,6 +171,7 @@ class RowCheck:
         num_rows: int,
         on_bad_rows: OnBadRows,
         labels: Mapping[str, str] | None = None,
+        places: Places | None = None,
     ) -> None:
         """Begins with no row rejected.
 
@@ -124,6 +180,7 @@ class RowCheck:
             num_rows: Rows of the table.
             on_bad_rows: The policy.
             labels: Names of columns in messages, where they differ from ours.
+            places: Where the rows come from; None: they are those of the file.
 
         Raises:
             ValueError: If the policy is neither "error" nor "skip".
@@ -138,6 +195,7 @@ class RowCheck:
         self.examples: list[str] = []
         self._problems: list[str] = []
         self._labels = labels or {}
+        self._places = places or Places(((0, path, 0),))
 
     def refuse(
         self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
@@ -155,15 +213,25 @@ class RowCheck:
             return
         # Each reason has an example, however many rows other reasons have.
         num_examples = max(1, MAX_EXAMPLES - len(self.examples))
-        place = f"column {self._labels.get(column, column)}, row" if column else "row"
-        messages = [f"{place} {row}: {describe(int(row))}" for row in rows[:num_examples]]
-        self._problems.append(
-            f"{self.path}: {messages[0]} ({reason}; {rows.size} such rows of {self.kept.size}, "
-            "rows count from 0)"
-        )
-        self.examples += messages
-        self.dropped[reason] = self.dropped.get(reason, 0) + int(rows.size)
+        found = [(row, describe(row)) for row in rows[:num_examples].tolist()]
+        self._add(found, reason, column, int(rows.size), self.kept.size)
         self.kept[rows] = False
+
+    def _add(
+        self, rows: list[tuple[int, str]], reason: str, column: str, count: int, num_rows: int
+    ) -> None:
+        """Adds rejected rows to the report, of which `rows` are the first, with details."""
+        for place, (row, text) in enumerate(rows):
+            path, number = self._places.of(row)
+            at = f"column {self._labels.get(column, column)}, row" if column else "row"
+            message = f"{at} {number}: {text}"
+            self.examples.append(message if path == self.path else f"{path}: {message}")
+            if not place:
+                self._problems.append(
+                    f"{path}: {message} ({reason}; {count} such rows of {num_rows}, "
+                    "rows count from 0)"
+                )
+        self.dropped[reason] = self.dropped.get(reason, 0) + count
 
     def refuse_unreadable(
         self, bad: np.ndarray, reason: str, column: str, describe: Callable[[int], str]
@@ -219,6 +287,7 @@ class ChunkedRowCheck(RowCheck):
         super().__init__(path, 0, on_bad_rows)
         self.first_row = 0
         self._steps: dict[tuple[int, object], _Step] = {}
+        self._runs: list[tuple[int, Path, int]] = []
         self._number = 0
 
     @property
@@ -231,9 +300,12 @@ class ChunkedRowCheck(RowCheck):
         """Rejected rows of all chunks."""
         return sum(step.count for step in self._steps.values())
 
-    def begin(self, num_rows: int, labels: Mapping[str, str]) -> None:
+    def begin(self, num_rows: int, labels: Mapping[str, str], places: Places) -> None:
         """Begins a chunk. Afterwards each chunk calls `refuse` for the same reasons in order."""
         self.first_row += self.kept.size
+        for first, path, number in places.runs:
+            if not self._runs or self._runs[-1][1] != path:
+                self._runs.append((self.first_row + first, path, number))
         self.kept = np.ones(num_rows, dtype=bool)
         self._labels = {**self._labels, **labels}
         self._number = 0
@@ -287,21 +359,13 @@ class ChunkedRowCheck(RowCheck):
         Args:
             columns: Names of the table's columns in order.
         """
-        places = {name: place for place, name in enumerate(["", *columns])}
-        for key in sorted(self._steps, key=lambda k: (k[0], places.get(k[1], k[1]))):  # type: ignore[call-overload]
+        self._places = Places(tuple(self._runs) or self._places.runs)
+        order = {name: place for place, name in enumerate(["", *columns])}
+        for key in sorted(self._steps, key=lambda k: (k[0], order.get(k[1], k[1]))):  # type: ignore[call-overload]
             step = self._steps[key]
-            if not step.count:
-                continue
-            num_examples = max(1, MAX_EXAMPLES - len(self.examples))
-            label = self._labels.get(step.column, step.column)
-            place = f"column {label}, row" if step.column else "row"
-            messages = [f"{place} {row}: {text}" for row, text in step.rows[:num_examples]]
-            self._problems.append(
-                f"{self.path}: {messages[0]} ({step.reason}; {step.count} such rows of "
-                f"{self.num_rows}, rows count from 0)"
-            )
-            self.examples += messages
-            self.dropped[step.reason] = self.dropped.get(step.reason, 0) + step.count
+            if step.count:
+                rows = step.rows[: max(1, MAX_EXAMPLES - len(self.examples))]
+                self._add(rows, step.reason, step.column, step.count, self.num_rows)
 
     def finish(self) -> np.ndarray:
         """Raises as RowCheck does; the rows are not recorded, so the result is empty."""
@@ -335,39 +399,41 @@ class _Step:
 
 def read_table(path: Path) -> pa.Table:
     """Reads a whole file. Raises SchemaError if it is missing, not Parquet, too large or empty."""
+    table = next(read_table_chunks(path, None))
+    check_rows(table, path)
+    return table
+
+
+def read_table_chunks(path: Path, rows: int | None) -> Iterator[pa.Table]:
+    """Yields the rows of a file in chunks of at most `rows` rows; None: at once.
+
+    Raises:
+        SchemaError: If the file is missing, not Parquet or too large.
+    """
+    with parquet_errors(path), pq.ParquetFile(path, buffer_size=READ_BYTES if rows else 0) as file:
+        meta = file.metadata
+        check_parquet(file)
+        size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+        if size > MAX_TABLE_BYTES:
+            raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
+        if rows is None:
+            yield file.read()
+            return
+        for batch in file.iter_batches(rows):
+            yield pa.Table.from_batches([batch])
+
+
+@contextmanager
+def parquet_errors(path: Path) -> Iterator[None]:
+    """Raises SchemaError for what reading a Parquet file raises."""
     try:
-        with pq.ParquetFile(path) as file:
-            meta = file.metadata
-            check_parquet(file)
-            size = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-            if size > MAX_TABLE_BYTES:
-                raise SchemaError(f"{path}: {size} bytes uncompressed; at most {MAX_TABLE_BYTES}")
-            table = file.read()
+        yield
     except FileNotFoundError:
         raise SchemaError(f"{path}: no such file") from None
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise SchemaError(f"{path}: not a readable Parquet file ({error})") from error
     except ValueError as error:
         raise error if isinstance(error, SchemaError) else SchemaError(f"{path}: {error}") from None
-    check_rows(table, path)
-    return table
-
-
-def read_table_chunks(path: Path, rows: int) -> Iterator[pa.Table]:
-    """Yields the rows of a file in chunks of at most `rows` rows.
-
-    Raises:
-        ArrowException, OSError, ValueError: If `read_table` would refuse the file.
-    """
-    with pq.ParquetFile(path, buffer_size=READ_BYTES) as file:
-        meta = file.metadata
-        check_parquet(file)
-        if sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups)) > (
-            MAX_TABLE_BYTES
-        ):
-            raise ValueError("the file is too large")
-        for batch in file.iter_batches(rows):
-            yield pa.Table.from_batches([batch])
 
 
 def check_rows(table: pa.Table, path: Path) -> None:

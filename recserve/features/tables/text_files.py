@@ -1,5 +1,7 @@
 """Reads CSV files and files of JSON lines as Arrow tables, without changing what they say.
 
+    file -> blocks of rows as they were read -> columns with the types of all their fields
+
 Text stays text unless a whole column has one other form, so an id such as `0056` keeps its zeros.
 Numbers keep all their digits: a column is decimal if doubles would round a number beyond 2**53.
 """
@@ -12,6 +14,7 @@ import json
 import re
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from itertools import islice
@@ -25,7 +28,7 @@ import pyarrow.csv as pc_csv
 
 from recserve.bounds import MAX_WHOLE
 from recserve.features.tables.column_names import OTHER_NAMES, suggest
-from recserve.features.tables.parquet import SchemaError
+from recserve.features.tables.parquet import Places, RowsError, SchemaError, explain
 from recserve.features.tables.plain_columns import (
     MAX_COLUMNS,
     TOO_WIDE,
@@ -77,6 +80,27 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a file as they were read.
+
+    Attributes:
+        path: The file.
+        first: Rows of the file before them.
+        table: The rows; of CSV with columns of text; None for JSON lines.
+        ragged: Rows of CSV with a wrong number of fields, by row of the table, where they are null.
+        delimiter: Delimiter of CSV.
+        lines: Lines of JSON with their numbers.
+    """
+
+    path: Path
+    first: int
+    table: pa.Table | None = None
+    ragged: dict[int, pc_csv.InvalidRow] = field(default_factory=dict)
+    delimiter: str = ","
+    lines: Iterable[tuple[int, bytes]] = ()
+
+
+@dataclass(frozen=True)
 class Content:
     """What a file holds.
 
@@ -84,43 +108,102 @@ class Content:
         table: The columns with our names.
         unreadable: Rows that cannot be read.
         notes: How a column was converted, by our name.
+        places: Where the rows come from; None: they are those of the file.
     """
 
     table: pa.Table
     unreadable: tuple[Unreadable, ...] = ()
     notes: dict[str, str] = field(default_factory=dict)
+    places: Places | None = None
 
 
-def read_csv(path: Path, rename: Rename) -> Content:
-    """Reads a CSV file with a header. An empty field is null.
+def read_csv_blocks(path: Path, delimiter: str, at_once: bool) -> Iterator[Block]:
+    """Yields the rows of a CSV file with a header, as text. An empty field is null.
 
     Spreadsheets write semicolons where a comma is the decimal point.
 
-    A column is of integers, double, decimal or bool if all its fields are; the other columns and
-    TEXT_COLUMNS are text.
-
     Args:
         path: The file.
-        rename: Returns our names of the columns, None for those to leave out.
+        delimiter: What `find_delimiter` returns.
+        at_once: Whether there is one block.
 
     Raises:
         SchemaError: If the file is not CSV, or has too many columns.
     """
-    delimiter = _delimiter(path)
     parse = pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES)
-    ragged: dict[int, pc_csv.InvalidRow] = {}
-    try:
+    with _csv_errors(path):
         names = _names(path, delimiter)
         check_width(names)
-        ours = rename(names)
-        texts = _as_texts(names)
+        texts, ragged = _as_texts(names), dict[int, pc_csv.InvalidRow]()
         try:
-            table = pc_csv.read_csv(path, blocks, parse, texts)
+            if at_once:
+                # On several threads, which cannot number the rows that have other fields.
+                blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES)
+                table = pc_csv.read_csv(path, blocks, parse, texts)
+                yield Block(path, 0, table, {}, delimiter)
+                return
         except pa.ArrowInvalid as error:
             if " columns, got " not in str(error):
                 raise
-            table = _read_ragged(path, parse, texts, ragged)
+
+        def note(row: pc_csv.InvalidRow) -> str:
+            ragged[row.number - 2] = row  # numbers count from 1, with the header
+            return "skip"
+
+        parse.invalid_row_handler = note
+        blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)  # numbers the rows
+        if at_once:
+            table = pc_csv.read_csv(path, blocks, parse, texts)
+            yield _with_ragged(path, 0, table, ragged, delimiter, is_last=True)
+            return
+        first, block = 0, None
+        with pc_csv.open_csv(path, blocks, parse, texts) as reader:
+            for batch in reader:
+                table = pa.Table.from_batches([batch])
+                block = _with_ragged(path, first, table, ragged, delimiter)
+                assert block.table is not None
+                first += block.table.num_rows
+                yield block
+            if ragged or block is None:
+                table = reader.schema.empty_table()
+                yield _with_ragged(path, first, table, ragged, delimiter, is_last=True)
+
+
+def _with_ragged(
+    path: Path,
+    first: int,
+    table: pa.Table,
+    ragged: dict[int, pc_csv.InvalidRow],
+    delimiter: str,
+    is_last: bool = False,
+) -> Block:
+    """Returns rows with a null row for each ragged one between them, which it takes out.
+
+    Args:
+        path: The file.
+        first: Rows of the file before them.
+        table: The other rows.
+        ragged: Rows with a wrong number of fields, by their number in the file.
+        delimiter: Delimiter of the file.
+        is_last: Whether all ragged rows that are left follow.
+    """
+    end, own = first + table.num_rows, list[int]()
+    for row in sorted(list(ragged)):
+        if row < end or is_last:
+            end += 1
+            own.append(row)
+    if own:
+        null = np.zeros(end - first, bool)
+        null[np.array(own) - first] = True
+        table = table.take(pa.array(np.cumsum(~null) - 1, mask=null))
+    return Block(path, first, table, {row - first: ragged.pop(row) for row in own}, delimiter)
+
+
+@contextmanager
+def _csv_errors(path: Path) -> Iterator[None]:
+    """Raises SchemaError for what reading a CSV file raises."""
+    try:
+        yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = f" ({error})"
         if isinstance(error, UnicodeDecodeError):
@@ -131,7 +214,32 @@ def read_csv(path: Path, rename: Rename) -> Content:
             f"{path}: not a readable CSV file in UTF-8{reason}{_encoding_hint(path)}"
         ) from error
     except ValueError as error:
-        raise SchemaError(f"{path}: {error}") from None
+        raise error if isinstance(error, SchemaError) else SchemaError(f"{path}: {error}") from None
+
+
+def csv_content(blocks: Sequence[Block], rename: Rename) -> Content:
+    """Returns the rows of blocks of CSV, with the types of their fields.
+
+    A column is of integers, double, decimal or bool if all its fields are; the other columns and
+    TEXT_COLUMNS are text.
+
+    Args:
+        blocks: The blocks, of files with the same names of columns.
+        rename: Returns our names of the columns, None for those to leave out.
+
+    Raises:
+        SchemaError: If the columns cannot be named.
+    """
+    table = pa.concat_tables([block.table for block in blocks])
+    places = places_of(blocks)
+    try:
+        ours = rename(table.column_names)
+    except ValueError as error:
+        raise SchemaError(f"{blocks[0].path}: {error}") from None
+    ragged: dict[int, pc_csv.InvalidRow] = {}
+    for block, (first, _, _) in zip(blocks, places.runs, strict=True):
+        ragged |= {first + row: invalid for row, invalid in block.ragged.items()}
+    delimiter = blocks[0].delimiter
     found = []
     if ragged:
         found.append(
@@ -145,29 +253,31 @@ def read_csv(path: Path, rename: Rename) -> Content:
                 ),
             )
         )
-    return _csv_content(path, table, ours, delimiter, found)
+    columns: dict[str, pa.ChunkedArray] = {}
+    notes: dict[str, str] = {}
+    for name, values in zip(ours, table.columns, strict=True):
+        if name is None:
+            continue
+        rows = unreadable_rows(values)
+        if rows.size:
+            hint = _encoding_hint(places.of(int(rows[0]))[0])
+            found.append(Unreadable(name, rows, *_not_utf8(hint, values)))
+            values = without_rows(values, rows)
+        if name not in TEXT_COLUMNS:
+            values, note = _infer(values, "," if delimiter == ";" else ".")
+            notes |= {name: note} if note else {}
+        columns[name] = values
+    return Content(pa.table(columns), tuple(found), notes, places)
 
 
-def read_csv_chunks(path: Path, rename: Rename) -> Iterator[Content]:
-    """Yields the rows of a CSV file in blocks, each with the column types of its own fields.
-
-    Args:
-        path: The file.
-        rename: As of `read_csv`.
-
-    Raises:
-        ArrowException, OSError, ValueError: If `read_csv` would refuse the file, or if a row has a
-            wrong number of fields.
-    """
-    delimiter = _delimiter(path)
-    parse = pc_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    names = _names(path, delimiter)
-    check_width(names)
-    ours = rename(names)
-    blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
-    with pc_csv.open_csv(path, blocks, parse, _as_texts(names)) as reader:
-        for batch in reader:
-            yield _csv_content(path, pa.Table.from_batches([batch]), ours, delimiter, [])
+def places_of(blocks: Iterable[Block]) -> Places:
+    """Returns where the rows of some tables, one after another, come from."""
+    runs, total = [], 0
+    for block in blocks:
+        runs.append((total, block.path, block.first))
+        assert block.table is not None
+        total += block.table.num_rows
+    return Places(tuple(runs))
 
 
 def _as_texts(names: Iterable[str]) -> pc_csv.ConvertOptions:
@@ -180,30 +290,6 @@ def _as_texts(names: Iterable[str]) -> pc_csv.ConvertOptions:
     )
 
 
-def _csv_content(
-    path: Path,
-    table: pa.Table,
-    ours: Sequence[str | None],
-    delimiter: str,
-    found: list[Unreadable],
-) -> Content:
-    """Returns columns of text with the types of their fields; `found` are unreadable rows."""
-    columns: dict[str, pa.ChunkedArray] = {}
-    notes: dict[str, str] = {}
-    for name, values in zip(ours, table.columns, strict=True):
-        if name is None:
-            continue
-        rows = unreadable_rows(values)
-        if rows.size:
-            found.append(Unreadable(name, rows, *_not_utf8(path, values)))
-            values = without_rows(values, rows)
-        if name not in TEXT_COLUMNS:
-            values, note = _infer(values, "," if delimiter == ";" else ".")
-            notes |= {name: note} if note else {}
-        columns[name] = values
-    return Content(pa.table(columns), tuple(found), notes)
-
-
 def _names(path: Path, delimiter: str) -> list[str]:
     """Returns the names in the header, as Arrow reads them."""
     parse = pc_csv.ParseOptions(
@@ -214,9 +300,7 @@ def _names(path: Path, delimiter: str) -> list[str]:
         return list(reader.schema.names)
 
 
-def _not_utf8(path: Path, values: pa.ChunkedArray) -> tuple[str, Report]:
-    hint = _encoding_hint(path)
-
+def _not_utf8(hint: str, values: pa.ChunkedArray) -> tuple[str, Report]:
     def describe(row: int) -> str:
         raw = values.slice(row, 1).combine_chunks().view(pa.binary())[0].as_py()
         return f"the text is not UTF-8: {raw[:60]!r}{hint}"
@@ -224,28 +308,7 @@ def _not_utf8(path: Path, values: pa.ChunkedArray) -> tuple[str, Report]:
     return "not UTF-8", describe
 
 
-def _read_ragged(
-    path: Path,
-    parse: pc_csv.ParseOptions,
-    texts: pc_csv.ConvertOptions,
-    ragged: dict[int, pc_csv.InvalidRow],
-) -> pa.Table:
-    """Reads a file in which rows have too many or too few fields; these are null, and noted."""
-
-    def note(row: pc_csv.InvalidRow) -> str:
-        ragged[row.number - 2] = row  # numbers count from 1, with the header
-        return "skip"
-
-    parse.invalid_row_handler = note
-    blocks = pc_csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)  # numbers the rows
-    table = pc_csv.read_csv(path, blocks, parse, texts)
-    num_rows = table.num_rows + len(ragged)
-    null = np.zeros(num_rows, bool)
-    null[list(ragged)] = True
-    return table.take(pa.array(np.cumsum(~null) - 1, mask=null))
-
-
-def _delimiter(path: Path) -> str:
+def find_delimiter(path: Path) -> str:
     """Returns the delimiter with which the first rows have as many fields as the header.
 
     Of several it is the one with the most columns of known names, then the one with the most
@@ -374,44 +437,41 @@ def _decimals(values: Sequence[Decimal | None], wide: object) -> tuple[pa.Chunke
     return pa.chunked_array([pa.array(rounded)]), f"doubles, which round {shown}"
 
 
-def read_lines(path: Path, rename: Rename) -> Content:
-    """Reads a file with one JSON object per line. An absent field is null.
+class LineError(SchemaError):
+    """A line is no JSON object, or has too many fields."""
 
-    Ids that are integers beyond 64 bits become their digits.
+
+def read_line_blocks(path: Path, at_once: bool) -> Iterator[Block]:
+    """Yields the lines of a file with one JSON object per line.
 
     Args:
         path: The file.
+        at_once: Whether there is one block.
+    """
+    with path.open("rb") as file:
+        numbered, first = enumerate(file, 1), 0
+        if at_once:
+            yield Block(path, 0, lines=numbered)
+            return
+        while lines := list(islice(numbered, CHUNK_LINES)):
+            yield Block(path, first, lines=lines)
+            first += sum(bool(line.strip()) for _, line in lines)
+
+
+def lines_content(path: Path, blocks: Iterable[Block], rename: Rename) -> Content:
+    """Returns the rows of JSON lines, with the types of all their values.
+
+    An absent field is null. Ids that are integers beyond 64 bits become their digits.
+
+    Args:
+        path: The file, or the folder of several.
+        blocks: The lines.
         rename: Returns our names of the fields, None for those to leave out.
 
     Raises:
-        SchemaError: If a line is not a JSON object, a column mixes types, an integer does not fit,
-            or there are too many columns.
+        LineError: If a line is not a JSON object, or there are too many columns.
+        SchemaError: If a column mixes types, or an integer does not fit.
     """
-    with path.open("rb") as file:
-        return _lines_content(path, rename, enumerate(file, 1))
-
-
-def read_line_chunks(path: Path, rename: Rename) -> Iterator[Content]:
-    """Yields the rows of a file of JSON lines in chunks, each with the column types of its own.
-
-    Args:
-        path: The file.
-        rename: As of `read_lines`, for the fields of a chunk.
-
-    Raises:
-        OSError, ValueError: If `read_lines` would refuse the file, or if a chunk has no fields.
-    """
-    with path.open("rb") as file:
-        numbered = enumerate(file, 1)
-        while lines := list(islice(numbered, CHUNK_LINES)):
-            content = _lines_content(path, rename, lines)
-            if not content.table.num_columns and any(line.strip() for _, line in lines):
-                raise ValueError("the lines have no fields")
-            yield content
-
-
-def _lines_content(path: Path, rename: Rename, numbered: Iterable[tuple[int, bytes]]) -> Content:
-    """Reads lines with their numbers, as `read_lines`."""
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
     wide: list[int] = []  # rows with long numbers
@@ -419,32 +479,36 @@ def _lines_content(path: Path, rename: Rename, numbered: Iterable[tuple[int, byt
     nested: set[tuple[str, str]] = set()  # column and name of nested fields
     misnamed: dict[int, str] = {}  # names that are no Unicode, by row
     names: dict[str, None] = {}
-    for number, line in numbered:
-        if not line.strip():
-            continue
-        try:
-            text, is_text = line.removeprefix(BOM_UTF8).decode(), b"\\u" not in line
-        except UnicodeDecodeError:
-            text, is_text = line.decode("utf-8", "surrogateescape"), False
-        is_wide = _DIGITS.search(line) is not None
-        row = _json_object(path, number, text, is_wide)
-        if is_wide:
-            wide.append(len(rows))
-        if not is_text:
-            for name in [one for one in row if not _is_text(one)]:
-                misnamed[len(rows)] = ascii(name)
-                del row[name]
-            for name in [one for one, value in row.items() if not _is_text(value)]:
-                broken.setdefault(name, {})[len(rows)] = ascii(row.pop(name))
-        names |= dict.fromkeys(row)
-        for name, value in row.items():
-            if isinstance(value, list | dict):
-                _add_nested(nested, name, value)
-        if len(names) + len(nested) > MAX_COLUMNS:
-            raise SchemaError(f"{path}: line {number}: {TOO_WIDE}, nested ones included")
-        rows.append(row)
-        lines.append(number)
+    runs: list[tuple[int, Path, int]] = []
+    for block in blocks:
+        runs.append((len(rows), block.path, block.first))
+        for number, line in block.lines:
+            if not line.strip():
+                continue
+            try:
+                text, is_text = line.removeprefix(BOM_UTF8).decode(), b"\\u" not in line
+            except UnicodeDecodeError:
+                text, is_text = line.decode("utf-8", "surrogateescape"), False
+            is_wide = _DIGITS.search(line) is not None
+            row = _json_object(block.path, number, text, is_wide)
+            if is_wide:
+                wide.append(len(rows))
+            if not is_text:
+                for name in [one for one in row if not _is_text(one)]:
+                    misnamed[len(rows)] = ascii(name)
+                    del row[name]
+                for name in [one for one, value in row.items() if not _is_text(value)]:
+                    broken.setdefault(name, {})[len(rows)] = ascii(row.pop(name))
+            names |= dict.fromkeys(row)
+            for name, value in row.items():
+                if isinstance(value, list | dict):
+                    _add_nested(nested, name, value)
+            if len(names) + len(nested) > MAX_COLUMNS:
+                raise LineError(f"{block.path}: line {number}: {TOO_WIDE}, nested ones included")
+            rows.append(row)
+            lines.append(number)
     names |= dict.fromkeys(broken)
+    places = Places(tuple(runs))
     try:
         own_names = dict(zip(names, rename(list(names)), strict=True))
     except ValueError as error:
@@ -456,32 +520,33 @@ def _lines_content(path: Path, rename: Rename, numbered: Iterable[tuple[int, byt
             continue
         values = [row.get(name) for row in rows]
         try:
-            columns[own], note = _column(values, lines, wide, own in ID_COLUMNS)
+            columns[own], note = _column(values, wide, own in ID_COLUMNS)
             notes |= {own: note} if note else {}
-        except SchemaError as error:
-            problems.append(f"{path}: column {name}{error}")
+        except RowsError as error:
+            place = lambda row: (places.of(row)[0], lines[row])  # noqa: E731
+            file, reason = explain(error, place, "line")
+            problems.append(f"{file or path}: column {name}{reason}")
     if problems:
         raise SchemaError("\n".join(problems))
-    places: dict[str | None, dict[int, str]] = {None: misnamed} if misnamed else {}
-    places |= {own: broken[name] for name, own in own_names.items() if name in broken and own}
-    hint = _encoding_hint(path) if places else ""
+    unreadable: dict[str | None, dict[int, str]] = {None: misnamed} if misnamed else {}
+    unreadable |= {own: broken[name] for name, own in own_names.items() if name in broken and own}
+
+    def describe(texts: dict[int, str]) -> Report:
+        hint = _encoding_hint(places.of(min(texts))[0])
+        return {
+            row: f"line {lines[row]}: no Unicode text: {text[:80]}{hint}"
+            for row, text in texts.items()
+        }.__getitem__
+
     found = [
-        Unreadable(
-            column,
-            np.array(sorted(texts)),
-            "no Unicode text",
-            {
-                row: f"line {lines[row]}: no Unicode text: {text[:80]}{hint}"
-                for row, text in texts.items()
-            }.__getitem__,
-        )
-        for column, texts in places.items()
+        Unreadable(column, np.array(sorted(texts)), "no Unicode text", describe(texts))
+        for column, texts in unreadable.items()
     ]
-    return Content(pa.table(columns), tuple(found), notes)
+    return Content(pa.table(columns), tuple(found), notes, places)
 
 
 def _json_object(path: Path, number: int, text: str, is_wide: bool) -> dict[str, Any]:
-    """Returns the object of a line. Raises SchemaError with the line's number."""
+    """Returns the object of a line. Raises LineError with the line's number."""
     try:
         row = json.loads(text, parse_float=_number) if is_wide else json.loads(text)
     except json.JSONDecodeError as error:
@@ -495,7 +560,7 @@ def _json_object(path: Path, number: int, text: str, is_wide: bool) -> dict[str,
         if isinstance(row, dict):
             return row
         reason = f"expected one JSON object per line, got {type(row).__name__}"
-    raise SchemaError(f"{path}: line {number}: {reason}")
+    raise LineError(f"{path}: line {number}: {reason}")
 
 
 def _add_nested(found: set[tuple[str, str]], column: str, value: Any) -> None:
@@ -519,19 +584,16 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _column(
-    values: list[Any], lines: Sequence[int], wide: Sequence[int], is_id: bool
-) -> tuple[pa.ChunkedArray, str]:
+def _column(values: list[Any], wide: Sequence[int], is_id: bool) -> tuple[pa.ChunkedArray, str]:
     """Returns the values of a field as a column, and a note about its numbers.
 
     Args:
         values: The values by row.
-        lines: Number of each row's line.
         wide: Rows in which numbers may be long.
         is_id: Whether the values are ids.
 
     Raises:
-        SchemaError: If the values are of several types, or a number has no exact type.
+        RowsError: If the values are of several types, or a number has no exact type.
     """
     try:
         array = pa.array(values)
@@ -555,18 +617,20 @@ def _column(
         return _decimals([None if v is None else _exact(v) for v in values], values[lossy[0]])
     if beyond is not None:
         shown = json.dumps(values[beyond], default=str)[:80]
-        raise SchemaError(f", line {lines[beyond]}: an integer does not fit into 64 bits: {shown}")
+        raise RowsError(lambda at: f", {at(beyond)}: an integer does not fit into 64 bits: {shown}")
     if array is not None or any(_has_decimal(values[row]) for row in lossy):
         row = lossy[0]
         shown = json.dumps(values[row], default=str)[:80]
-        raise SchemaError(f", line {lines[row]}: doubles would round a number of {shown}")
+        raise RowsError(lambda at: f", {at(row)}: doubles would round a number of {shown}")
     row = _first_misfit(values)
     before = pa.array(values[:row]).type
     shown = json.dumps(values[row], default=str)[:60]
     hint = "; a list or object holds no integer beyond 2**53 beside a fraction" if wide else ""
-    raise SchemaError(
-        f" has values of several types: line {lines[row]} has {shown}, "
-        f"and the lines before it are {before}{hint}"
+    raise RowsError(
+        lambda at: (
+            f" has values of several types: {at(row)} has {shown}, "
+            f"and the lines before it are {before}{hint}"
+        )
     )
 
 

@@ -117,7 +117,7 @@ def test_a_log_alone_is_read_and_its_faults_are_named(tmp_path):
     with pytest.raises(BadRowError, match="'gone' is not among the items"):
         read_events(log, ITEMS)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SchemaError, match="expected that of an event log"):
+    with pytest.raises(SchemaError, match="is an empty folder; expected parts"):
         read_events(tmp_path / "empty", ITEMS)
     (tmp_path / "places.csv").write_text("user_id,item_id,position\na,i1,1\n")
     with pytest.raises(SchemaError, match="orders events by position"):

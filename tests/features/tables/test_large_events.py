@@ -4,6 +4,7 @@ import csv
 import errno
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from recserve.features.history.history import event_key
 from recserve.features.tables import (
     event_files,
     event_table,
+    input_table,
     large_events,
     mapped_arrays,
     text_files,
@@ -127,6 +129,19 @@ def read(paths: list[Path], policy: str, valued: tuple[str, ...]) -> Any:
 
 
 @pytest.fixture
+def whole_reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Returns the files that were read at once, so far."""
+    paths: list[Path] = []
+
+    def note(path: Path, *args: Any, read: Any = input_table.read_input) -> Any:
+        paths.append(path)
+        return read(path, *args)
+
+    monkeypatch.setattr(input_table, "read_input", note)
+    return paths
+
+
+@pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns what makes chunks, buckets and arrays in memory so small that all are divided."""
 
@@ -143,7 +158,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(48))
-def test_chunks_read_as_a_whole(tmp_path: Path, small: Any, seed: int) -> None:
+def test_chunks_read_as_a_whole(
+    tmp_path: Path, small: Any, whole_reads: list[Path], seed: int
+) -> None:
     """Files of all kinds, alone and together, valid and with faults of rows and of columns."""
     draw = random.Random(seed)
     share = draw.choice([0, 0, 0.02, 0.1])
@@ -167,7 +184,165 @@ def test_chunks_read_as_a_whole(tmp_path: Path, small: Any, seed: int) -> None:
     valued = draw.choice([(), ("click",)])
     whole = read(paths, policy, valued)
     small()
+    whole_reads.clear()
     assert read(paths, policy, valued) == whole
+    assert len(whole) > 2 or not whole_reads  # what is refused is not read at once
+
+
+def write_parts(
+    folder: Path, kind: str, rows: list[dict[str, Any]], draw: random.Random
+) -> tuple[Path, dict[str, int]]:
+    """Writes rows as the parts of a folder, and as one file beside it.
+
+    Returns:
+        The file, and the rows before each part by its name.
+    """
+    folder.mkdir()
+    (folder / "_SUCCESS").touch()
+    cuts = sorted(draw.randrange(len(rows) + 1) for _ in range(draw.choice([0, 1, 4])))
+    starts = [0, *cuts]
+    parts = [rows[first:last] for first, last in zip(starts, [*cuts, len(rows)], strict=True)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    whole = folder.parent / f"whole.{kind}"
+    if kind == "parquet":
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        pq.write_table(table, whole)
+        for number, (first, part) in enumerate(zip(starts, parts, strict=True)):
+            one = table.slice(first, len(part))
+            for place, name in enumerate(names):
+                if one[name].null_count == len(part) and draw.random() < 0.5:
+                    one = one.set_column(place, name, pa.nulls(len(part)))
+            order = draw.sample(names, len(names)) if number else names
+            pq.write_table(one.select(order), folder / f"part-{number}.parquet")
+    else:
+        lines = [
+            ",".join("" if row.get(name) is None else str(row[name]) for name in names)
+            if kind == "csv"
+            else json.dumps({k: v for k, v in row.items() if v is not None or draw.random() < 0.5})
+            for row in rows
+        ]
+        if kind == "csv" and draw.random() < 0.3:
+            for place in draw.sample(range(len(lines)), min(3, len(lines))):
+                lines[place] += ",more"
+        head = [",".join(names)] if kind == "csv" else []
+        whole.write_text("\n".join([*head, *lines]) + "\n")
+        for number, (first, part) in enumerate(zip(starts, parts, strict=True)):
+            own = [*head, *lines[first : first + len(part)]]
+            (folder / f"part-{number}.{kind}").write_text("".join(f"{line}\n" for line in own))
+    return whole, {f"part-{number}.{kind}": first for number, first in enumerate(starts)}
+
+
+def of_whole(text: str, folder: Path, whole: Path, starts: dict[str, int]) -> str:
+    """Returns a message about parts as one about the whole file."""
+    lines = []
+    for line in text.splitlines():
+        found = re.search(rf"{re.escape(str(folder))}/(part-[0-9]+\.\w+)", line)
+
+        def place(row: re.Match[str], part: str = found[1] if found else "") -> str:
+            return f"{row[1]} {int(row[2]) + starts[row[4] or part]}"
+
+        if found:
+            line = re.sub(r"\b(row|line) ([0-9]+)\b( of (part-[0-9]+\.\w+))?", place, line)
+            line = line.replace(found[0], str(whole))
+        lines.append(line.replace(str(folder), str(whole)))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("seed", range(45))
+def test_a_folder_of_parts_is_one_file(
+    tmp_path: Path, small: Any, whole_reads: list[Path], seed: int
+) -> None:
+    """Parts of each kind read, and are refused, as the file that has their rows in order."""
+    draw = random.Random(seed)
+    kind = ("parquet", "csv", "jsonl")[seed % 3]
+    share = draw.choice([0, 0, 0.02, 0.1])
+    rows = drawn_rows(draw, draw.choice([1, 60, 150]), share)
+    rows = [{k: None if v == "" else v for k, v in row.items()} for row in rows]
+    if draw.random() < 0.3:
+        name = draw.choice(list(COLUMN_FAULTS))
+        for n, row in enumerate(rows):
+            row[name] = COLUMN_FAULTS[name](n, row)
+            row[name] = str(row[name]) if (kind, name) == ("parquet", "value") else row[name]
+    folder = tmp_path / "events"
+    whole, starts = write_parts(folder, kind, rows, draw)
+    policy, valued = draw.choice(["error", "skip", "skip"]), draw.choice([(), ("click",)])
+    joined = draw.random() < 0.3  # beside another file, which joins events by their ids
+    more = [write_file(tmp_path / "more", "csv", drawn_rows(draw, 20, 0), draw)] if joined else []
+
+    def compare() -> bool:
+        found, expected = (read([path, *more], policy, valued) for path in (folder, whole))
+        if len(found) == 2:
+            message = of_whole(found[1], folder, whole, starts)
+            assert (found[0], message) == expected
+            return True
+        *content, report, columns = found
+        file, num_rows, dropped, notes, examples = report
+        file, *examples = (of_whole(one, folder, whole, starts) for one in (file, *examples))
+        # An example of one of several files names the file before the part.
+        examples = [one.replace(f"{whole}: {whole}: ", f"{whole}: ") for one in examples]
+        if not more:
+            examples = [one.removeprefix(f"{whole}: ") for one in examples]
+        report = (file, num_rows, dropped, notes, tuple(examples))
+        assert (*content, report, columns) == expected
+        return False
+
+    compare()
+    small()
+    whole_reads.clear()
+    refused = compare()
+    assert not (refused and whole_reads)
+
+
+FOLDERS: dict[str, tuple[dict[str, str], str]] = {
+    "kinds": ({"a.csv": "user_id\n", "b.jsonl": "{}\n"}, "events: has parts of several kinds"),
+    "folders": ({"a/b.csv": "user_id\n"}, "events/a: is a folder; expected a file"),
+    "packed": ({"a.csv": "user_id\n", "b.csv.gz": ""}, "events/b.csv.gz: .*unpack it first"),
+    "nothing": ({"_SUCCESS": "", ".hidden": "x"}, "events: is an empty folder; expected parts"),
+    "columns": (
+        {"a.csv": "user_id,item_id,position\na,i0,1\n", "b.csv": "user_id,item\na,i1\n"},
+        "events/b.csv: lacks item_id, position and has item, unlike a.csv",
+    ),
+    "missing": (
+        {"a.csv": "user_id,position\na,1\n", "b.csv": "user_id,position\na,2\n"},
+        "events/a.csv: column item_id .* is missing; the file has user_id",
+    ),
+}
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_not_one_file_is_refused(
+    tmp_path: Path, small: Any, name: str, large: bool
+) -> None:
+    files, message = FOLDERS[name]
+    for file, text in files.items():
+        path = tmp_path / "events" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if large:
+        small()
+    with pytest.raises(SchemaError, match=message):
+        event_table.read_events(tmp_path / "events", ITEMS)
+    assert re.search(message, event_table.find_problems(tmp_path / "events")[0])
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_parts_of_other_types_are_refused(tmp_path: Path, small: Any, large: bool) -> None:
+    """Types that hold those of all parts are taken; `events-*` alone makes no event log."""
+    folder = tmp_path / "events"
+    folder.mkdir()
+    times = [pa.array([n, n + 1], pa.int64() if n % 2 else pa.int32()) for n in (1, 3, 6)]
+    for number, positions in enumerate(times):
+        table = pa.table({"user_id": ["a", "b"], "item_id": ["i1", "i2"], "position": positions})
+        pq.write_table(table, folder / f"events-{number}.parquet")
+    if large:
+        small()
+    log, _ = event_table.read_events(folder, ITEMS)
+    assert log.times.tolist() == [1, 3, 6, 2, 4, 7]
+    table = table.set_column(2, "position", pa.array(["x", "y"]))
+    pq.write_table(table, folder / "events-3.parquet")
+    with pytest.raises(SchemaError, match="events-3.parquet: column position is string, and int64"):
+        event_table.read_events(folder, ITEMS)
 
 
 @pytest.mark.parametrize("seed", range(24))
