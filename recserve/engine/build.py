@@ -13,6 +13,7 @@ from recserve.core.draft_policy import DepthPolicy
 from recserve.drafters.none import NoDrafter
 from recserve.engine.beam_search_graph import cuda_searches
 from recserve.engine.capture import TEXT_PREFILL_BUCKETS, cuda_prefills
+from recserve.engine.draft_graph import cuda_drafts
 from recserve.engine.draft_proposer import text_step_cost
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -105,6 +106,8 @@ def _set_kv_bytes(config: EngineConfig, models: EngineModels) -> EngineConfig:
         graph_bytes += config.item_graph_bytes
     if models.text is not None and config.graphs is not False:
         graph_bytes += config.graph_limits.bytes + config.prefill_limits.bytes
+        if any(drafter.capturable is not None for drafter in (models.drafters or {}).values()):
+            graph_bytes += config.draft_limits.bytes
     device = adapters[0].device if adapters else torch.device("cpu")
     return replace(config, kv_bytes=cache_bytes(device, len(adapters), graph_bytes))
 
@@ -169,7 +172,11 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters)
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
     policy = DepthPolicy(text_step_cost(model) if measured else None)
-    engine.schedulers["text"] = text = TextScheduler(runner, model, limits, graphs, policy, kv)
+    drafts = cuda_drafts(
+        kv, model, config.graphs, drafters, limits.draft_nodes, config.draft_limits
+    )
+    text = TextScheduler(runner, model, limits, graphs, policy, kv, drafts)
+    engine.schedulers["text"] = text
     text.prefills = cuda_prefills(
         runner, kv, model, config.graphs, config.prefill_limits, TEXT_PREFILL_BUCKETS
     )

@@ -13,6 +13,7 @@ import torch
 from recserve.core.draft_policy import MAX_DEPTH, Cost, DepthPolicy
 from recserve.core.plugins import request_error
 from recserve.drafters.none import NoDrafter
+from recserve.engine.draft_graph import DraftGraphs
 from recserve.engine.runner import Runner
 from recserve.engine.text_sequence import NO_BUDGET, TextSequence
 from recserve.kernels.cache.kv_pool import KVPool
@@ -39,10 +40,17 @@ class DraftProposer:
         draft_nodes: Most nodes of a draft.
         policy: Chooses the depth of drafts, or pauses them.
         called: Texts whose drafter was called for this step.
+        graphs: Captured drafts. None launches the kernels of every draft one by one.
     """
 
-    def __init__(self, policy: DepthPolicy, draft_nodes: int, device: torch.device) -> None:
-        self.policy, self.draft_nodes = policy, draft_nodes
+    def __init__(
+        self,
+        policy: DepthPolicy,
+        draft_nodes: int,
+        device: torch.device,
+        graphs: DraftGraphs | None = None,
+    ) -> None:
+        self.policy, self.draft_nodes, self.graphs = policy, draft_nodes, graphs
         self.called: set[TextSequence] = set()
         self._started: set[int] = set()  # ids of texts that were passed to their drafter
         self._nothing = empty_draft()
@@ -70,6 +78,8 @@ class DraftProposer:
         refusals: list[Refusal] = []
         for sequences, budgets in self._calls(drafting, len(texts), prefill):
             refusals += self._call(sequences[0].drafter, sequences, budgets, drafts)
+        if self.graphs is not None:
+            refusals += self._read_without_draft(texts, refusals)
         for sequence, _ in refusals:
             drafts.pop(sequence, None)
         if self.policy.has_cost:
@@ -78,18 +88,24 @@ class DraftProposer:
             self._num_nodes = 0 if prefill else len(drafts) + drafted
         return drafts, refusals
 
-    def read(self, texts: Seq[TextSequence], without_last: bool = False) -> list[Refusal]:
+    def read(
+        self, texts: Seq[TextSequence], without_last: bool = False, may_wait: bool = False
+    ) -> list[Refusal]:
         """Passes states to the drafters that have not received them.
 
         Args:
             texts: Texts with slots for all their tokens.
             without_last: Whether to hold back the state of the last computed token.
+            may_wait: Whether to leave out states that `propose` passes on, with a captured draft.
 
         Returns:
             Each text whose drafter raised an error, with the error.
         """
         calls: dict[int, tuple[Drafter, list[TextSequence], list[StateSpan]]] = {}
+        waits = may_wait and self.graphs is not None
         for sequence in texts:
+            if waits and sequence.waiting is not None:
+                continue
             part = sequence.take_unread(sequence.num_computed - without_last)
             if part is not None:
                 drafter = sequence.drafter
@@ -183,19 +199,16 @@ class DraftProposer:
         """Calls one drafter and enters its drafts into `drafts`."""
         began, name = self._now(), texts[0].request.speculation.drafter
         try:
-            proposed = drafter.propose([s.context for s in texts], budgets)
-            if len(proposed) != len(texts):
-                raise DrafterError(
-                    f"the drafter {name!r} returned {len(proposed)} drafts for {len(texts)} texts"
-                )
+            proposed, refusals = self._drafts_of(drafter, texts, budgets)
         except BaseException as raised:
             error = request_error(raised)
             return [(s, error) for s in texts]
         taken_s = self._now() - began
         self._drafting_s += taken_s
-        refusals: list[Refusal] = []
         within: list[tuple[int, int, int]] = []
         for sequence, budget, draft in zip(texts, budgets, proposed, strict=True):
+            if draft is None:  # refused
+                continue
             try:
                 if draft.num_nodes > budget.num_nodes or draft.depth > budget.depth:
                     raise DrafterError(
@@ -215,6 +228,59 @@ class DraftProposer:
             self.called.add(sequence)
         self.policy.record_drafts(name, within, taken_s * 1e3)
         return refusals
+
+    def _drafts_of(
+        self, drafter: Drafter, texts: Seq[TextSequence], budgets: Seq[Budget]
+    ) -> tuple[Seq[TextDraft | None], list[Refusal]]:
+        """Returns drafts of a drafter's texts, captured where a graph holds them.
+
+        A text whose new states the drafter failed to read has no draft, and an error.
+        """
+        if self.graphs is None:
+            return self._launch(drafter, texts, budgets), []
+        drafts = self.graphs.draft(texts, budgets)
+        left = [place for place, draft in enumerate(drafts) if draft is None]
+        if not left:
+            return drafts, []
+        refusals = self.read([texts[place] for place in left])
+        refused = {sequence for sequence, _ in refusals}
+        left = [place for place in left if texts[place] not in refused]
+        if left:
+            some = self._launch(drafter, [texts[i] for i in left], [budgets[i] for i in left])
+            for place, draft in zip(left, some, strict=True):
+                drafts[place] = draft
+        return drafts, refusals
+
+    def _launch(
+        self, drafter: Drafter, texts: Seq[TextSequence], budgets: Seq[Budget]
+    ) -> list[TextDraft]:
+        drafts = drafter.propose([sequence.context for sequence in texts], budgets)
+        if len(drafts) != len(texts):
+            name = texts[0].request.speculation.drafter
+            raise DrafterError(
+                f"the drafter {name!r} returned {len(drafts)} drafts for {len(texts)} texts"
+            )
+        return drafts
+
+    def _read_without_draft(
+        self, texts: Seq[TextSequence], refusals: Seq[Refusal]
+    ) -> list[Refusal]:
+        """Passes on the states of texts whose drafter was not called, captured where possible."""
+        assert self.graphs is not None
+        refused = {sequence for sequence, _ in refusals}
+        left: dict[int, list[TextSequence]] = {}
+        for sequence in texts:
+            if sequence.waiting is not None and sequence not in refused:
+                left.setdefault(id(sequence.drafter), []).append(sequence)
+        failed: list[Refusal] = []
+        for own in left.values():
+            try:
+                self.graphs.draft(own, [NO_BUDGET] * len(own))
+                failed += self.read(own)
+            except BaseException as raised:
+                error = request_error(raised)
+                failed += [(sequence, error) for sequence in own]
+        return failed
 
 
 def _shapes_the_text(sequence: TextSequence) -> bool:

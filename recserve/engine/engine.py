@@ -289,6 +289,7 @@ class Engine:
             prefix_missed_tokens=sum(kv.prefixes.num_missed_tokens for kv in caches),
             background=len(self.queue.background) + begun,
             graph_steps=counts.get("steps", {}),
+            graph_drafts=counts.get("drafts", {}),
             graph_searches=counts.get("searches", {}),
             graph_prefills=counts.get("prefills", {}),
             graph_seconds={graph.bucket.name: graph.seconds for graph in captured},

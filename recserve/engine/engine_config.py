@@ -7,6 +7,7 @@ from typing import Literal
 
 from recserve.engine.beam_search_graph import SearchLimits
 from recserve.engine.capture import PREFILL_LIMITS, CaptureLimits
+from recserve.engine.draft_graph import DraftLimits
 from recserve.engine.text_step_graph import TextStepLimits
 
 
@@ -27,9 +28,10 @@ class EngineConfig:
         load_aware: Drafts text only as deep as pays under the current load: the throughput of the
             server counts. False drafts whenever drafts are accepted at all: the latency of one text
             on a machine with nothing else to do counts.
-        graphs: Captures text steps, searches and prefills as CUDA graphs at start. None captures
-            them on CUDA devices.
+        graphs: Captures text steps, drafts, searches and prefills as CUDA graphs at start. None
+            captures them on CUDA devices.
         graph_limits: Which text steps are captured, and how much time and memory that may take.
+        draft_limits: Which drafts of text are captured, and how much time and memory that may take.
         search_limits: Which searches are captured, and how much time and memory that may take.
         prefill_limits: How much time and memory the captures of prefills may take.
         invariant: Makes every bit of a result independent of other requests, drafts and the cache
@@ -48,6 +50,7 @@ class EngineConfig:
     load_aware: bool = True
     graphs: bool | None = None
     graph_limits: TextStepLimits = TextStepLimits()
+    draft_limits: DraftLimits = DraftLimits()
     search_limits: SearchLimits = SearchLimits()
     prefill_limits: CaptureLimits = PREFILL_LIMITS
     invariant: bool = False

@@ -186,7 +186,8 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
-        """What `replay` uses, by the name of the kind: `steps`, `searches` or `prefills`."""
+        """What `replay` uses, by the name of the kind: `steps`, `drafts`,
+        `searches` or `prefills`."""
         return {}
 
     def replay(

@@ -24,6 +24,7 @@ class EngineStats:
         prefix_missed_tokens: Prefix tokens not found in a prefix cache so far.
         background: Background requests, waiting or running. The other figures exclude them.
         graph_steps: Text steps by outcome (engine/text_step_graph.py).
+        graph_drafts: Drafts of texts together by outcome (engine/draft_graph.py).
         graph_searches: Searches by outcome (engine/beam_search_graph.py).
         graph_prefills: Prefills by outcome (engine/capture.py).
         graph_seconds: Capture time of each graph, by its name.
@@ -47,6 +48,7 @@ class EngineStats:
     slots_total: int = 0
     background: int = 0
     graph_steps: Mapping[str, int] = field(default_factory=dict)
+    graph_drafts: Mapping[str, int] = field(default_factory=dict)
     graph_searches: Mapping[str, int] = field(default_factory=dict)
     graph_prefills: Mapping[str, int] = field(default_factory=dict)
     graph_seconds: Mapping[str, float] = field(default_factory=dict)

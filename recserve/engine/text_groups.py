@@ -162,8 +162,8 @@ class TextGroups:
                 groups.append(bare)
                 continue
             sizes = tuple([draft.num_nodes for draft in own])
-            depths = tuple([draft.depth for draft in own])
-            depth, forks = max(depths), depths != sizes
+            depth = max([draft.depth for draft in own])
+            forks = not all([draft.is_chain for draft in own])
             groups.append(replace(bare, drafts=own, sizes=sizes, depth=depth, forks=forks))
         return groups
 

@@ -31,6 +31,7 @@ from recserve.core.sequence import Sequence
 from recserve.drafters.registry import check_speculation
 from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.constrained_drafts import UNKNOWN, ConstrainedDraft, constrain, fill_late
+from recserve.engine.draft_graph import DraftGraphs
 from recserve.engine.draft_proposer import DraftProposer, Refusal
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
@@ -39,6 +40,7 @@ from recserve.engine.text_groups import TextGroup, TextGroups
 from recserve.engine.text_sequence import TextSequence, context_of
 from recserve.engine.text_step import (
     NodeStates,
+    StateRows,
     StepOutputs,
     aux_states_for,
     split_states,
@@ -133,6 +135,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         running: Texts that have pages, by priority and then by age.
         preempted: Texts that wait for pages or for another text that computes their beginning.
         graphs: Captured steps. None launches the kernels of every step one by one.
+        drafts: Captured drafts. None launches the kernels of every draft one by one.
         prefills: Captured prefills. None: all prefills are launched.
     """
 
@@ -144,10 +147,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         graphs: TextStepGraphs | None = None,
         policy: DepthPolicy | None = None,
         kv: KVCache | None = None,
+        drafts: DraftGraphs | None = None,
     ) -> None:
         """Drafts as `policy` says; None drafts whenever a draft is accepted at all.
 
-        `kv` is the cache of the runner's pool that `graphs` read. None makes one.
+        `kv` is the cache of the runner's pool that `graphs` and `drafts` read. None makes one.
         """
         limits = limits or TextLimits()
         longest = model.config.decoder.max_positions + limits.draft_nodes
@@ -156,10 +160,10 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self.running: list[TextSequence] = []
         self.preempted: list[TextSequence] = []
         self._proposer = DraftProposer(
-            policy or DepthPolicy(), self.limits.draft_nodes, runner.pool.keys.device
+            policy or DepthPolicy(), self.limits.draft_nodes, runner.pool.keys.device, drafts
         )
         self._pack = TreePacker(runner.pool.keys.device)
-        self._ids, self.graphs = count(), graphs
+        self._ids, self.graphs, self.drafts = count(), graphs, drafts
         self.prefills: PrefillGraphs | None = None
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
@@ -267,7 +271,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         """
         self._resume()
         self._preempt_for_pages()
-        self._end(self._proposer.read(self.running))
+        self._end(self._proposer.read(self.running, may_wait=True))
         parts = chunks(self.running, self.limits.prefill_tokens)
         groups = self._groups(parts)
         return [part for part in parts if part.sequence.pages], groups
@@ -321,8 +325,8 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
     @property
     def graph_sets(self) -> Mapping[str, GraphSet[Any]]:
-        """The captured steps and prefills."""
-        sets = {"steps": self.graphs, "prefills": self.prefills}
+        """The captured steps, drafts and prefills."""
+        sets = {"steps": self.graphs, "drafts": self.drafts, "prefills": self.prefills}
         return {kind: graphs for kind, graphs in sets.items() if graphs is not None}
 
     def replay(
@@ -586,7 +590,11 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
                     self.token_counts.start(sequence.row, sequence.context)
             sequence.mark_computed(before + used, state, ranked)
             if sequence.drafter.reads_states:
-                sequence.states = states.read_by(sequence.drafter, path[: used + 1])
+                nodes, drafter = path[: used + 1], sequence.drafter
+                if self.drafts is not None and self.drafts.holds(drafter):
+                    sequence.states = StateRows(states, drafter, nodes)
+                else:
+                    sequence.states = states.read_by(drafter, nodes)
             accepted: tuple[int, ...] | None = None
             if constrained is not None:
                 accepted = constrained.accepted([node - first - 1 for node in path[1:]])

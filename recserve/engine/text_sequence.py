@@ -13,6 +13,7 @@ from torch import Tensor
 from recserve.core.constraint import ConstraintError, Matcher
 from recserve.core.request import PrefixKeys
 from recserve.core.sequence import CachedPrefix, Sequence
+from recserve.engine.text_step import StateRows
 from recserve.speculation.completion import (
     Completion,
     FinishReason,
@@ -38,8 +39,8 @@ class TextSequence(Sequence):
         capacity: Number of slots of its pages.
         waits: Whether another text is computing this text's beginning.
         last_hidden: As in `Sequence`. The next step may overwrite it.
-        states: [m, F] what the drafter reads of the last m computed tokens. None if it reads
-            nothing or the states are not known.
+        states: [m, F] what the drafter reads of the last m computed tokens, or where it lies. None
+            if it reads nothing or the states are not known.
         num_read: Number of first positions whose states the drafter has received.
         paused: Whether the draft policy grants no draft in this step.
         end: Most committed tokens that the positions and the request allow.
@@ -57,7 +58,7 @@ class TextSequence(Sequence):
     limit: int
     capacity: int = 0
     waits: bool = False
-    states: Tensor | None = None
+    states: Tensor | StateRows | None = None
     num_read: int = 0
     paused: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -104,7 +105,7 @@ class TextSequence(Sequence):
     def to_cache(self) -> CachedPrefix:
         """Returns what to cache with the computed tokens, in memory of its own."""
         assert self.last_hidden is not None
-        read = None if self.states is None else self.states[-1].clone()
+        read = None if self.states is None else self.states[-1:][0].clone()
         return CachedPrefix(self.last_hidden.clone(), drafter_states=read)
 
     def mark_computed(
@@ -133,9 +134,26 @@ class TextSequence(Sequence):
         """
         if self.states is None or end <= self.num_read:
             return None
-        first, start = self.num_read, self.num_computed - self.states.shape[0]
+        first, start = self.num_read, self.num_computed - len(self.states)
         self.num_read = end
         return StateSpan(self.context, first, self.states[first - start : end - start])
+
+    @property
+    def waiting(self) -> StateRows | None:
+        """The unread states if a captured draft can read them, which it has to do in this step."""
+        states, unread = self.states, self.num_computed - self.num_read
+        if not isinstance(states, StateRows) or unread <= 0:
+            return None
+        if unread == len(states):
+            return states
+        return StateRows(states.source, states.drafter, states.nodes[-unread:])
+
+    def take_waiting(self) -> tuple[int, StateRows | None]:
+        """Returns `waiting` and its first position. They count as received from now on."""
+        rows, first = self.waiting, self.num_read
+        if rows is not None:
+            self.num_read = self.num_computed
+        return first, rows
 
     def budget(self, most: int) -> Budget:
         """Returns the budget of a draft. `most` limits its nodes if the request does not."""

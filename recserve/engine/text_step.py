@@ -43,12 +43,40 @@ class NodeStates:
     final: Tensor
     between: Mapping[int, Tensor] = field(default_factory=dict)
 
+    def layers_of(self, drafter: Drafter) -> list[Tensor]:
+        """Returns [T, E] states of each layer that a drafter reads."""
+        layers = drafter.hidden_layers
+        return [self.final if n == FINAL_LAYER else self.between[n] for n in layers]
+
     def read_by(self, drafter: Drafter, nodes: Seq[int] | slice) -> Tensor:
         """Returns [n, F] the layers that a drafter reads, side by side, in memory of their own."""
-        layers = drafter.hidden_layers
-        columns = [self.final if n == FINAL_LAYER else self.between[n] for n in layers]
+        columns = self.layers_of(drafter)
         rows = nodes if isinstance(nodes, slice) else on_device(nodes, self.final.device)
         return torch.cat([column[rows] for column in columns], dim=-1)
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """States of a step at the nodes of a text's path, which a captured draft reads from there.
+
+    Another step may overwrite them. By then the drafter has received them.
+
+    Attributes:
+        source: States of the step.
+        drafter: Drafter of the text.
+        nodes: The nodes.
+    """
+
+    source: NodeStates
+    drafter: Drafter
+    nodes: list[int]
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __getitem__(self, places: slice) -> Tensor:
+        """Returns [n, F] the states at some of the nodes, in memory of their own."""
+        return self.source.read_by(self.drafter, self.nodes[places])
 
 
 def aux_states_for(drafters: Iterable[Drafter]) -> AuxHiddenStates | None:

@@ -64,7 +64,7 @@ class TreePacker:
         """Returns B packed trees of `1 + n` nodes each. `last` holds the B last committed
         tokens.
         """
-        if all(d.depth == d.num_nodes and d.kinds is None and d.tokens.is_cpu for d in drafts):
+        if all(d.is_chain and d.kinds is None and d.tokens.is_cpu for d in drafts):
             return self._pack_chains(last, drafts)
         return self._pack(last, drafts)
 
@@ -138,7 +138,7 @@ def pack_trees(
             shaped=True,
         )
     some = [(number, draft) for number, draft in enumerate(drafts) if draft.num_nodes]
-    forks = [(number, d.parents) for number, d in some if d.depth < d.num_nodes]
+    forks = [(number, d.parents) for number, d in some if not d.is_chain]
     kinds = [(number, d.kinds) for number, d in some if d.kinds is not None]
     late = _put(columns, TOKENS, [(number, d.tokens) for number, d in some], sizes) if some else []
     late += _put(columns, KINDS, kinds, sizes) if kinds else []

@@ -110,6 +110,22 @@ def chain(tokens: Tensor) -> TokenTree:
     return TokenTree(tokens, index - 1, index, ends, offsets)
 
 
+def chains(count: int, size: int, device: torch.device) -> TokenTree:
+    """Returns `count` trees without forks, of `size` nodes each. It only launches kernels.
+
+    The tokens are the numbers of the nodes.
+    """
+    index = torch.arange(count * size, device=device)
+    depths = index % size
+    return TokenTree(
+        tokens=index,
+        parents=torch.where(depths > 0, index - 1, -1),
+        depths=depths,
+        ends=index - depths + size,
+        offsets=torch.arange(0, count * size + 1, size, device=device),
+    )
+
+
 def root_branch(tokens: Tensor, branch_offsets: Tensor) -> TokenTree:
     """Returns one tree of isolated branches for a ranking call (MTGR's mask).
 

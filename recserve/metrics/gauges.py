@@ -195,6 +195,11 @@ class Gauges:
         "Text steps replayed as a CUDA graph, or the reason why not",
         "result",
     )
+    graph_drafts: Mapping[str, int] = _counters(
+        "recserve_graph_drafts",
+        "Drafts of text replayed as a CUDA graph, or the reason why not",
+        "result",
+    )
     graph_searches: Mapping[str, int] = _counters(
         "recserve_graph_searches",
         "Searches for items replayed as a CUDA graph, or the reason why not",

@@ -39,12 +39,15 @@ class TextDraft:
         tokens: [n] int64 token of each node.
         parents: [n] int64 index of each node's parent in this draft, in depth-first preorder. -1
             marks a child of the last committed token.
-        depth: Most nodes on a path. A host number, so that packing needs no synchronisation.
+        depth: Most nodes on a path. A host number, so that packing needs no synchronisation. For a
+            draft that lies on a device it may be an upper bound.
         probs: [n, V] float, the distribution that each node's token was drawn from, given its
             parent and its earlier siblings. Drawing without replacement gives those siblings
             probability 0. None for a chosen draft.
         kinds: [n] kinds of kernels.tree; None means all CANDIDATE.
         candidate_depth: Most candidates on a path; None means `depth`.
+        may_fork: Whether nodes may be siblings although `depth`, a bound then, is the number of
+            nodes.
         num_nodes: n.
 
     Raises:
@@ -57,6 +60,7 @@ class TextDraft:
     probs: Tensor | None = None
     kinds: Tensor | None = None
     candidate_depth: int | None = None
+    may_fork: bool = False
     num_nodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +78,11 @@ class TextDraft:
 
     def __len__(self) -> int:
         return self.num_nodes
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no two nodes are siblings."""
+        return self.depth == self.num_nodes and not self.may_fork
 
     @property
     def levels(self) -> int:

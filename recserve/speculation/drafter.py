@@ -144,6 +144,130 @@ class StateSpan:
     states: Tensor
 
 
+@dataclass(frozen=True)
+class DraftForm:
+    """What a captured draft computes, regardless of the number of texts.
+
+    Attributes:
+        name: Unique among the forms of a drafter with the same depth.
+        depth: Most levels below node 0. 0: it only reads states.
+        forks: Whether drafts may fork.
+    """
+
+    name: str
+    depth: int
+    forks: bool = False
+
+
+READ = DraftForm("read", 0)
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What a captured draft gives one text, known before it runs.
+
+    Attributes:
+        form: Function that makes it.
+        num_nodes: Number of nodes.
+        depth: Most levels.
+    """
+
+    form: DraftForm
+    num_nodes: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What a captured draft reads of B texts, on the device.
+
+    The last texts may be fillers. They have row 0 of the slot table, one committed token, no new
+    states and no nodes.
+
+    Attributes:
+        table: [R, W] slot table of the target's cache.
+        rows: [B] row of each text in the table.
+        lengths: [B] committed tokens.
+        temperatures: [B] float32; 0 means no noise.
+        seeds: [B] seeds of the requests.
+        depths: [B] most levels of each draft.
+        num_nodes: [B] nodes of each draft, as planned.
+        new_counts: [B] number of states that the drafter has not received. The last of them belongs
+            to the last committed token but one.
+        new_known: [B] bool, whether the drafter received the state before them.
+        new_tokens: [B, S] the token after each of these states, in order.
+        new_states: [B, S, F] these states, then zeros.
+        greedy: Whether no text draws.
+        most_nodes: N, nodes of the largest draft.
+    """
+
+    table: Tensor
+    rows: Tensor
+    lengths: Tensor
+    temperatures: Tensor
+    seeds: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    new_counts: Tensor
+    new_known: Tensor
+    new_tokens: Tensor
+    new_states: Tensor
+    greedy: bool
+    most_nodes: int
+
+
+class CapturableDrafter(Protocol):
+    """A drafter that reads new states and drafts in one function of fixed shapes.
+
+    A captured draft runs this function for a fixed number of texts. The function only launches
+    kernels: it waits for nothing, and no shape depends on values. `read` and `propose` give the
+    same drafts. They remain for what no captured draft holds, such as prompts.
+    """
+
+    @property
+    def forms(self) -> Seq[DraftForm]:
+        """Forms worth capturing, besides READ."""
+        ...
+
+    @property
+    def most_new_states(self) -> int:
+        """S, the most states of a text that a captured draft reads."""
+        ...
+
+    @property
+    def most_texts(self) -> int:
+        """Most texts of a captured draft."""
+        ...
+
+    def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
+        """Returns the plan of a text whose states are all received.
+
+        The form is READ if the text gets no draft. None if only `propose` can make its draft.
+        """
+        ...
+
+    def is_ready(self, context: TextContext) -> bool:
+        """Whether the drafter has received the states of all committed tokens but the last."""
+        ...
+
+    def note_new(self, context: TextContext, first: int) -> bool:
+        """Notes that the next call of `draft` receives the states from `first` to the last one.
+
+        Returns:
+            Whether the drafter received the state before `first`.
+        """
+        ...
+
+    def draft(self, inputs: DraftInputs, form: DraftForm) -> tuple[Tensor, Tensor] | None:
+        """Reads the new states, then drafts.
+
+        Returns:
+            Tokens and parents [B, N] of the drafts as in `TextDraft`. Values after the planned
+            number of nodes have no meaning. None for READ.
+        """
+        ...
+
+
 class RankedHeads(Protocol):
     """K heads, each of which ranks the tokens of one position from the target's last hidden state.
 
@@ -225,6 +349,7 @@ class Drafter(Pluggable, ABC):
             drafters are refused under a rule that needs them.
         ranked_heads: Heads that a captured step can end with, or None. Their output arrives in
             `TextContext.ranked`.
+        capturable: Its function of fixed shapes, or None if it is always launched.
     """
 
     needs_weights: ClassVar[bool] = False
@@ -245,6 +370,11 @@ class Drafter(Pluggable, ABC):
     @property
     def ranked_heads(self) -> RankedHeads | None:
         """Heads that a captured step can end with; None if there are none."""
+        return None
+
+    @property
+    def capturable(self) -> CapturableDrafter | None:
+        """Its function of fixed shapes; None if it is always launched."""
         return None
 
     @classmethod

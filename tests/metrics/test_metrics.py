@@ -32,6 +32,7 @@ FULL = Gauges(
     kv_pages={"free": 6, "cached": 2, "used": 2},
     prefix_tokens={"hit": 30, "miss": 10},
     graph_steps={"replayed": 7, "size": 1},
+    graph_drafts={"replayed": 6},
     graph_searches={"replayed": 5},
     graph_prefills={"replayed": 3},
     graph_seconds={"4x2": 0.5},

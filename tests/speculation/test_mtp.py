@@ -108,8 +108,8 @@ def test_features_equal_the_transcription(name, model, tmp_path):
 
     def noted(contexts, budgets):
         for context in contexts:
-            if context.id in drafter._outputs:
-                seen[tuple(context.tokens)] = drafter._outputs[context.id][1].clone()
+            if drafter.is_ready(context):
+                seen[tuple(context.tokens)] = drafter._last_outputs[context.row].clone()
         return propose(contexts, budgets)
 
     drafter.propose = noted
@@ -137,7 +137,7 @@ def test_feeding_back_the_other_state_shows_below_the_first_level(name, model, t
     levels = []
     for own in (network, other):
         attend = UnrolledAttention()
-        first = own.committed(states, (), words[:, 1:], torch.arange(6), attend)
+        first = own.committed(states, words[:, 1:], torch.arange(6), attend)
         second = own(first[:, :5], words[:, 2:], torch.arange(5) + 1, attend)
         levels.append([own.logits(output, model) for output in (first, second)])
     torch.testing.assert_close(levels[0][0], levels[1][0])

@@ -153,7 +153,15 @@ MAKERS = {  # every drafter, for a target
 def assert_forgotten(drafter) -> None:
     """Asserts that the drafter holds no state of finished sequences."""
     for member in getattr(drafter, "sources", (drafter,)):
-        for state in ("_texts", "_contexts", "_windows", "_parts", "_outputs", "_layouts"):
+        for state in (
+            "_texts",
+            "_contexts",
+            "_windows",
+            "_parts",
+            "_outputs",
+            "_layouts",
+            "_lengths",
+        ):
             assert not getattr(member, state, {})
         if isinstance(member, ModelDrafter):
             assert not member._cache.readings

@@ -8,6 +8,9 @@ a tree. A request may name a static tree instead (EAGLE-1).
 P-EAGLE's network computes the outputs of all levels in one forward pass. Its levels are
 independent of each other, and the tree grows from them in the same way.
 
+A captured draft reads the states of a step and grows all levels in one function of fixed shapes.
+`read` and `propose` launch the same parts of it.
+
 At a temperature above 0 the tokens of each position are ranked with the target's own noise.
 
 Sources: EAGLE-2 (arXiv 2406.16858, section 4) for the tree, EAGLE-1 (arXiv 2401.15077) for static
@@ -26,26 +29,35 @@ from torch import Tensor, nn
 
 from recserve.drafters.eagle.files import load_eagle
 from recserve.drafters.eagle.questions import eagle_questions
-from recserve.drafters.shared.feature_network import FeatureNetwork, MaskRow
+from recserve.drafters.shared.feature_network import FeatureNetwork, MaskRow, RowsBefore
 from recserve.drafters.shared.layer_views import attend_committed, attend_drafted
 from recserve.drafters.shared.limits import allowed, only_chains
 from recserve.drafters.shared.noisy import DraftedTexts, likeliest
 from recserve.drafters.shared.rank_tree import RankTree, rank_tree
-from recserve.drafters.shared.score_tree import ScoreTree
+from recserve.drafters.shared.score_tree import MAX_KEY, ScoreTree, tree_sizes
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import chain, merge
+from recserve.kernels.tree import chain, chains, merge
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, StateSpan, TextContext, entries_before
+from recserve.speculation.drafter import (
+    READ,
+    CapturableDrafter,
+    Drafter,
+    DraftForm,
+    DraftInputs,
+    DraftPlan,
+    StateSpan,
+    TextContext,
+    entries_before,
+)
 from recserve.speculation.open_question import CheckpointAmbiguity
 from recserve.speculation.sampling_params import Speculation
 
 WIDTH, DEPTH, NUM_NODES = 8, 6, 40
 MAX_TEXTS = 64  # texts that are drafted together
-MAX_KEY = 2**62  # largest number of a node in a ScoreTree
 
 
 @dataclass(frozen=True)
@@ -55,12 +67,14 @@ class _Texts:
     Attributes:
         drawn: How they draw.
         prefixes: Where the drafter's entries of each text lie.
-        outputs: [B, E] the network's outputs at the last committed tokens.
+        outputs: [B, O] the network's outputs at the last committed tokens.
+        fixed_shapes: As in `TreeBatch`.
     """
 
     drawn: DraftedTexts
     prefixes: Prefixes
     outputs: Tensor
+    fixed_shapes: bool = False
 
 
 _requested_tree = lru_cache(maxsize=256)(rank_tree)
@@ -107,8 +121,9 @@ class EagleDrafter(Drafter):
         decoder = config.decoder
         self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
         self.scratch_slots = MAX_TEXTS * width * depth
-        # The output at the last committed token of each text, and how many tokens it had then.
-        self._outputs: dict[int, tuple[int, Tensor]] = {}
+        # How many tokens each text had when its last output was computed.
+        self._lengths: dict[int, int] = {}
+        self._last_outputs: Tensor | None = None
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> EagleDrafter:
@@ -132,38 +147,48 @@ class EagleDrafter(Drafter):
 
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""
-        self.pool = pool
+        self.pool, self._last_outputs = pool, None
 
     def forget(self, context_id: int) -> None:
         """Drops the output of a text."""
-        self._outputs.pop(context_id, None)
+        self._lengths.pop(context_id, None)
+
+    def _outputs_of(self, table: Tensor) -> Tensor:
+        """Returns [R, O] the last output of each text, by its row of the slot table."""
+        if self._last_outputs is None or len(self._last_outputs) != len(table):
+            size, keys = self.network.config.output_size, self.pool.keys
+            self._last_outputs = torch.zeros(len(table), size, dtype=keys.dtype, device=keys.device)
+        return self._last_outputs
 
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed tokens from the target's states before them."""
-        tokens, slots, trees, before, ends = [], [], [], [], []
+        tokens, slots, trees = [], [], []
+        ends, known = list[int](), list[int]()
         device, stop = self.pool.keys.device, 0
         for part in parts:
             first, size, own = part.first, part.states.shape[0], part.context.slots
             tokens.append(on_device(part.context.tokens[first + 1 : first + 1 + size], device))
             trees.append(chain(tokens[-1]))
             slots.append(own[first + 1 : first + 1 + size])
-            length, last = self._outputs.get(part.context.id, (0, None))
-            before.append((stop, last if length == first + 1 else None))
+            known.append(self._lengths.get(part.context.id) == first + 1)
+            self._lengths[part.context.id] = first + size + 1
             stop += size
             ends.append(stop - 1)
         prefixes = entries_before([part.context for part in parts], [part.first for part in parts])
         batch = TreeBatch(merge(trees), None, torch.cat(slots), prefixes)
+        last = self._outputs_of(prefixes.slots)
+        own_rows = [part.context.row for part in parts]
+        columns = on_device([own_rows, ends, known], device)
+        rows = columns[0]
         outputs = self.network.committed(
             torch.cat([part.states for part in parts]),
-            before,
             self.network.embed(torch.cat(tokens), self.target),
             batch.positions(),
             attend_committed(batch, parts, self.network.config.views, self.pool),
-        )[on_device(ends, device)]
-        for part, output in zip(parts, outputs, strict=True):
-            length = part.first + part.states.shape[0] + 1
-            self._outputs[part.context.id] = length, output
+            RowsBefore(batch.tree.offsets[:-1], last, rows, columns[2].bool()),
+        )
+        last.index_copy_(0, rows, outputs[columns[1]])
 
     @torch.inference_mode()
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
@@ -179,8 +204,7 @@ class EagleDrafter(Drafter):
                 nodes, depth = len(shape), shape.depth
             most = allowed(context, budget, nodes)
             limits.append(Budget(most.num_nodes, min(most.depth, depth)))
-            known = self._outputs.get(context.id, (0, None))[0] == len(context.tokens)
-            if known and limits[i].num_nodes and limits[i].depth:
+            if self.is_ready(context) and limits[i].num_nodes and limits[i].depth:
                 groups.setdefault((width, shape), []).append(i)
         for (width, shape), rows in groups.items():
             count = self._num_together(shape)
@@ -188,9 +212,97 @@ class EagleDrafter(Drafter):
                 some = rows[start : start + count]
                 texts = self._packed([contexts[i] for i in some])
                 tree = self._grown(texts, max(limits[i].depth for i in some), width, shape)
-                for i, draft in zip(some, tree.best([limits[i] for i in some]), strict=True):
+                for i, draft in zip(some, tree.drafts([limits[i] for i in some]), strict=True):
                     drafts[i] = draft
         return drafts
+
+    @property
+    def capturable(self) -> CapturableDrafter | None:
+        """The drafter itself, if its layers see all rows."""
+        return None if self.network.config.views else self
+
+    @property
+    def forms(self) -> Seq[DraftForm]:
+        """Trees and chains of all levels."""
+        return (
+            DraftForm("tree", self.depth, forks=self.width > 1),
+            DraftForm("chain", self.depth),
+        )
+
+    @property
+    def most_new_states(self) -> int:
+        """A step accepts at most a node of each level, and node 0."""
+        return self.depth + 1
+
+    @property
+    def most_texts(self) -> int:
+        """Texts that fit into the scratch memory."""
+        return MAX_TEXTS
+
+    def is_ready(self, context: TextContext) -> bool:
+        """Whether the output at the last committed token is known."""
+        return self._lengths.get(context.id) == len(context.tokens)
+
+    def note_new(self, context: TextContext, first: int) -> bool:
+        """Notes that the output at the last committed token will be known."""
+        known = self._lengths.get(context.id) == first + 1
+        self._lengths[context.id] = len(context.tokens)
+        return known
+
+    def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
+        """Plans a tree or a chain. Static trees are launched."""
+        if self._shape(context) is not None:
+            return None
+        most = allowed(context, budget, self.num_nodes)
+        depth, tree, chain_ = min(most.depth, self.depth), *self.forms
+        form, width = (chain_, 1) if only_chains(context) else (tree, self.width)
+        count = min(most.num_nodes, tree_sizes(width, depth)[depth])
+        return DraftPlan(form, count, min(depth, count)) if count else DraftPlan(READ, 0, 0)
+
+    def draft(self, inputs: DraftInputs, form: DraftForm) -> tuple[Tensor, Tensor] | None:
+        """Reads the new states, then grows all levels."""
+        self._read_new(inputs)
+        if not form.depth:
+            return None
+        texts = _Texts(
+            drawn=DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy),
+            prefixes=_entries(inputs, inputs.lengths - 1),
+            outputs=self._outputs_of(inputs.table)[inputs.rows],
+            fixed_shapes=True,
+        )
+        tree = self._grown(texts, form.depth, self.width if form.forks else 1, None)
+        best = tree.best(inputs.depths, inputs.num_nodes, inputs.most_nodes)
+        return best.tokens, best.parents
+
+    def _read_new(self, inputs: DraftInputs) -> None:
+        """Computes the entries of new rows; those after a text's own write to the spare slot."""
+        (texts, count), width = inputs.new_tokens.shape, inputs.table.shape[1]
+        places = torch.arange(count, device=inputs.rows.device)
+        own = places < inputs.new_counts[:, None]
+        first = inputs.lengths - 1 - inputs.new_counts
+        # The entry of a row lies in the slot of the next token.
+        at = torch.where(own, (inputs.rows * width + first + 1)[:, None] + places, 0)
+        slots = torch.where(own, inputs.table.view(-1)[at], self.pool.spare_slot).flatten()
+        batch = TreeBatch(
+            chains(texts, count, slots.device),
+            None,
+            slots,
+            _entries(inputs, first),
+            [count] * texts,
+            fixed_shapes=True,
+        )
+        last = self._outputs_of(inputs.table)
+        outputs = self.network.committed(
+            inputs.new_states.flatten(0, 1),
+            self.network.embed(inputs.new_tokens.flatten(), self.target),
+            batch.positions(),
+            attend_drafted(batch, (), self.pool),
+            RowsBefore(batch.tree.offsets[:-1], last, inputs.rows, inputs.new_known),
+        )
+        ends = batch.tree.offsets[:-1] + (inputs.new_counts - 1).clamp(min=0)
+        some = inputs.new_counts[:, None] > 0
+        new = torch.where(some, outputs[ends], last[inputs.rows])
+        last.index_copy_(0, inputs.rows, new)
 
     def check_tree(self, speculation: Speculation) -> None:
         """Raises ValueError if a request's tree has more nodes than the drafter can compute."""
@@ -218,10 +330,13 @@ class EagleDrafter(Drafter):
         return min(MAX_TEXTS, self.scratch_slots // (shape.num_parents * shape.depth))
 
     def _packed(self, contexts: Seq[TextContext]) -> _Texts:
+        table, device = contexts[0].table, self.pool.keys.device
+        assert table is not None
+        rows = on_device([context.row for context in contexts], device)
         return _Texts(
-            drawn=DraftedTexts.of(contexts, self.pool.keys.device),
+            drawn=DraftedTexts.of(contexts, device),
             prefixes=entries_before(contexts, [len(context.tokens) - 1 for context in contexts]),
-            outputs=torch.stack([self._outputs[context.id][1] for context in contexts]),
+            outputs=self._outputs_of(table)[rows],
         )
 
     def _grown(self, texts: _Texts, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
@@ -249,12 +364,18 @@ class EagleDrafter(Drafter):
     def _all_levels(self, mask: MaskRow, texts: _Texts, depth: int) -> Tensor:
         """Returns the outputs [B, depth - 1, E] of P-EAGLE's rows below the committed tokens."""
         device, count, rows = self.pool.keys.device, len(texts.prefixes), depth - 1
-        chains = merge([chain(torch.zeros(rows, dtype=torch.int64, device=device))] * count)
         first = self.pool.spare_slot + self.pool.page_size
         slots = torch.arange(first, first + count * rows, device=device)
         features, embedded = (x.expand(count * rows, -1) for x in (mask.feature, mask.embedded))
-        outputs = self._run(features, embedded, TreeBatch(chains, None, slots, texts.prefixes))
-        return outputs.view(count, rows, -1)
+        batch = TreeBatch(
+            chains(count, rows, device),
+            None,
+            slots,
+            texts.prefixes,
+            [rows] * count,
+            fixed_shapes=texts.fixed_shapes,
+        )
+        return self._run(features, embedded, batch).view(count, rows, -1)
 
     def _run(self, features: Tensor, embedded: Tensor, batch: TreeBatch) -> Tensor:
         """Returns the outputs [n, O] of the computed nodes."""
@@ -267,7 +388,9 @@ class EagleDrafter(Drafter):
         base = self.pool.spare_slot + self.pool.page_size
         slots = base + order.numbers + order.texts * (tree.num_parents * tree.depth)
         counts = [tree.frontier_tokens.shape[1]] * tree.num_texts
-        return TreeBatch(nodes, queries, slots, texts.prefixes, counts)
+        return TreeBatch(
+            nodes, queries, slots, texts.prefixes, counts, fixed_shapes=texts.fixed_shapes
+        )
 
     def _children(
         self, outputs: Tensor, texts: _Texts, level: int, width: int
@@ -284,3 +407,9 @@ class EagleDrafter(Drafter):
         logits = network.logits(outputs, self.target, level)
         found = likeliest(logits, texts.drawn, level, width, network.targets)
         return network.targets(found.columns), found.values
+
+
+def _entries(inputs: DraftInputs, stops: Tensor) -> Prefixes:
+    """Returns where the entries of rows 0 to `stops` [B] lie, as `entries_before`."""
+    width = inputs.table.shape[1]
+    return Prefixes.on_device(inputs.table, inputs.rows * width + 1, stops, width - 1)

@@ -16,13 +16,12 @@ EAGLE-3.1 (arXiv 2605.09992), HASS (arXiv 2408.15766), P-EAGLE (arXiv 2602.01469
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from recserve.drafters.shared.feature_network import LayerView, MaskRow
+from recserve.drafters.shared.feature_network import LayerView, MaskRow, RowsBefore
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER, DecoderLayer, RMSNorm
@@ -102,6 +101,11 @@ class EagleConfig:
     def reads_final(self) -> bool:
         """Whether a fused network reads the final state alone, which needs no projection."""
         return self.fused and self.target_layers == (FINAL_LAYER,)
+
+    @property
+    def output_size(self) -> int:
+        """Numbers of an output: a feature."""
+        return self.decoder.hidden_size
 
     @property
     def num_features(self) -> int:
@@ -188,18 +192,19 @@ class Eagle(nn.Module):
         """Returns what rows without a token and a state read (P-EAGLE); None for others."""
         if self.config.mask_token is None:
             return None
-        token = torch.tensor(self.config.mask_token, device=self.mask_states.device)
+        device = self.mask_states.device
+        token = torch.full((), self.config.mask_token, device=device)
         return MaskRow(self.features(self.mask_states), self.embed(token, target))
 
     def committed(
         self,
         states: Tensor,
-        before: Sequence[tuple[int, Tensor | None]],
         embedded: Tensor,
         positions: Tensor,
         attend: Attend,
+        before: RowsBefore | None = None,
     ) -> Tensor:
-        """Computes the outputs [T, E] of committed tokens; `before` has no effect on them."""
+        """Computes the outputs [T, E] of committed tokens; `before` has no effect."""
         outputs: Tensor = self(self.features(states), embedded, positions, attend)
         return outputs
 

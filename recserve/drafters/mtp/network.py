@@ -18,15 +18,14 @@ Sources: DeepSeek-V3 (arXiv 2412.19437, section 2.2), vLLM (deepseek_mtp.py, qwe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recserve.drafters.shared.feature_network import LayerView
-from recserve.kernels.host import on_device
+from recserve.drafters.shared.feature_network import LayerView, RowsBefore
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import FINAL_LAYER, DecoderLayer, RMSNorm
@@ -78,6 +77,11 @@ class MtpConfig:
     def target_layers(self) -> tuple[int, ...]:
         """The one layer of the target whose states are read."""
         return (self.target_layer,)
+
+    @property
+    def output_size(self) -> int:
+        """Numbers of an output: what all modules return."""
+        return self.decoder.hidden_size * self.decoder.num_layers
 
     @property
     def views(self) -> tuple[LayerView, ...]:
@@ -147,44 +151,36 @@ class Mtp(nn.Module):
     def committed(
         self,
         states: Tensor,
-        before: Sequence[tuple[int, Tensor | None]],
         embedded: Tensor,
         positions: Tensor,
         attend: Attend,
+        before: RowsBefore | None = None,
     ) -> Tensor:
         """Computes the outputs of committed tokens from the target's states before them.
 
         Args:
             states: [T, E] final states of the target.
-            before: For each text, its first row, and the outputs [n E] at the row before. None if
-                those are not known.
             embedded: [T, E] the target's embedding of the tokens.
             positions: [T] positions of the states.
             attend: Attention.
+            before: What is known of the rows before. None if there is one module.
 
         Returns:
             [T, n E].
         """
         rope, embedded = self._prepared(embedded, positions)
         features, outputs = states, list[Tensor]()
-        starts, known = self._known(states, before) if len(self.blocks) > 1 else (None, ())
+        known: Seq[Tensor] = ()
+        if len(self.blocks) > 1:
+            assert before is not None
+            known = before.values().chunk(len(self.blocks), dim=-1)
         for number, block in enumerate(self.blocks):
-            if starts is not None and number:
-                features = outputs[-1].roll(1, dims=0).index_copy(0, starts, known[number - 1])
+            if number:
+                assert before is not None
+                last = known[number - 1]
+                features = outputs[-1].roll(1, dims=0).index_copy(0, before.starts, last)
             outputs.append(block(features, embedded, rope, number, attend))
         return torch.cat(outputs, dim=-1)
-
-    def _known(
-        self, states: Tensor, before: Sequence[tuple[int, Tensor | None]]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Returns the first row of each text, and each module's outputs [B, E] at the row before.
-
-        Unknown outputs are zeros.
-        """
-        nothing = states.new_zeros(states.shape[-1] * len(self.blocks))
-        known = torch.stack([nothing if last is None else last for _, last in before])
-        starts = on_device([row for row, _ in before], states.device)
-        return starts, known.chunk(len(self.blocks), dim=-1)
 
     def forward(
         self, features: Tensor, embedded: Tensor, positions: Tensor, attend: Attend

@@ -6,7 +6,6 @@ Its output is the next feature, from which the logits of the token at p + 2 foll
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +45,27 @@ class LayerView:
     moves: bool = False
 
 
+@dataclass(frozen=True)
+class RowsBefore:
+    """The outputs at the row before the first one of each text.
+
+    Attributes:
+        starts: [B] first row of each text.
+        outputs: [R, O] the last output of all texts, by their row of the slot table.
+        rows: [B] row of each text.
+        known: [B] bool, whether that is the output at the row before.
+    """
+
+    starts: Tensor
+    outputs: Tensor
+    rows: Tensor
+    known: Tensor
+
+    def values(self) -> Tensor:
+        """Returns the outputs [B, O]; zeros where they are not known."""
+        return self.outputs[self.rows].masked_fill(~self.known[:, None], 0.0)
+
+
 class FeatureConfig(Protocol):
     """What the drafter needs to know of a network's configuration."""
 
@@ -62,6 +82,11 @@ class FeatureConfig(Protocol):
     @property
     def target_layers(self) -> tuple[int, ...]:
         """Layers of the target that are read, as in `Drafter.hidden_layers`."""
+        ...
+
+    @property
+    def output_size(self) -> int:
+        """O, numbers of an output."""
         ...
 
     @property
@@ -102,20 +127,19 @@ class FeatureNetwork(Protocol):
     def committed(
         self,
         states: Tensor,
-        before: Sequence[tuple[int, Tensor | None]],
         embedded: Tensor,
         positions: Tensor,
         attend: Attend,
+        before: RowsBefore | None = None,
     ) -> Tensor:
         """Returns the outputs [T, O] of committed tokens of several texts.
 
         Args:
             states: [T, F] states of the target.
-            before: For each text, its first row, and the outputs [O] at the row before. None if
-                those are not known.
             embedded: [T, E] embedding of the tokens after the states.
             positions: [T] positions of the states.
             attend: Attention.
+            before: What is known of the rows before. None for networks that read no such row.
         """
         ...
 

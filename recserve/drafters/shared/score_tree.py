@@ -2,7 +2,8 @@
 
 A node has a key: its rank among its siblings, plus one, at each level of its path, as digits of a
 number. Keys in ascending order are a depth-first preorder, and a subtree is a range of keys. So
-sorting and searching keys gives packed trees without a loop over nodes or a copy to the host.
+sorting and searching keys gives packed trees without a loop over nodes or a copy to the host. No
+shape depends on values, so a captured draft grows trees in the same way.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor
 
 from recserve.drafters.shared.rank_tree import RankTree
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
 from recserve.speculation.draft import Budget, TextDraft
+
+MAX_KEY = 2**62  # largest number of a node
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,27 @@ class NodeOrder:
 
 
 @dataclass(frozen=True)
+class BestNodes:
+    """The likeliest nodes of each text in packed order.
+
+    Attributes:
+        tokens: [B, N] tokens. Those after a text's own number of nodes have no meaning.
+        parents: [B, N] index of each node's parent in its draft, -1 on the first level.
+        levels: [B, N] level of each node, from 0 on; -1 after a text's own nodes.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    levels: Tensor
+
+
+@dataclass(frozen=True)
 class _StaticShape:
     """A static tree in keys.
 
     Attributes:
-        nodes: [n] keys of its nodes.
-        inner: Keys of the nodes that have children.
+        nodes: [n] keys of its nodes, ascending.
+        inner: [m] keys of the nodes that have children, ascending. Never empty.
         sizes: Number of nodes within each depth, from 0 on.
     """
 
@@ -55,7 +74,7 @@ class _StaticShape:
             path: sum((rank + 1) * base ** (depth - 1 - level) for level, rank in enumerate(path))
             for path in paths
         }
-        inner = sorted({keys[path[:-1]] for path in paths if len(path) > 1})
+        inner = sorted({keys[path[:-1]] for path in paths if len(path) > 1}) or [MAX_KEY]
         sizes = [sum(len(path) <= level for path in paths) for level in range(depth + 1)]
         columns = (torch.tensor(own, dtype=torch.int64) for own in (sorted(keys.values()), inner))
         nodes, parents = (own.to(device, non_blocking=True) for own in columns)
@@ -103,8 +122,10 @@ class ScoreTree:
         self._parents: list[Tensor] = []
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
-        # Of all frontiers: [B, W] each.
+        self._levels: list[Tensor] = []  # [n] each
+        # Of all frontiers: [B, W] each, and their levels: [W] each.
         self._computed: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._computed_levels: list[Tensor] = []
 
     def grow(self, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Adds the children of the frontier; the likeliest of them are the next frontier.
@@ -118,6 +139,7 @@ class ScoreTree:
         Returns:
             [B, W] place of each new frontier node's parent in the frontier before.
         """
+        self._levels.append(torch.full((tokens[0].numel(),), self._level, device=tokens.device))
         self._level += 1
         unit = self._base ** (self.depth - self._level)
         ranks = torch.arange(1, self.width + 1, device=tokens.device)
@@ -128,8 +150,8 @@ class ScoreTree:
         scores = (self._frontier_scores[..., None] + logprobs).flatten(1)
         ranked = scores
         if self._shape is not None:
-            scores = scores.masked_fill(~torch.isin(keys, self._shape.nodes), float("-inf"))
-            ranked = scores.masked_fill(~torch.isin(keys, self._shape.inner), float("-inf"))
+            scores = scores.masked_fill(~_holds(self._shape.nodes, keys), float("-inf"))
+            ranked = scores.masked_fill(~_holds(self._shape.inner, keys), float("-inf"))
         self._keys.append(keys)
         self._parents.append(above.flatten(1))
         self._tokens.append(tokens.flatten(1))
@@ -139,6 +161,7 @@ class ScoreTree:
         before = self._frontier_keys
         self._frontier_keys, self._frontier_scores = keys.gather(1, best), scores.gather(1, best)
         self.frontier_tokens = tokens.flatten(1).gather(1, best)
+        self._computed_levels.append(self._levels[-1][: best.shape[1]])
         parents = best // self.width
         self._computed.append(
             (self._frontier_keys, before.gather(1, parents), self.frontier_tokens)
@@ -153,7 +176,7 @@ class ScoreTree:
         shift = torch.arange(texts, device=device)[:, None] * self._span
         ordered, order = (keys + shift).flatten().sort()
         owners, numbers = order // count, order % count
-        levels = _levels([own for own, _, _ in self._computed])[numbers]
+        levels = torch.cat(self._computed_levels)[numbers]
         units = self._base ** (self.depth - 1 - levels)
         ends = torch.searchsorted(ordered, ordered + units)
         above = (parents + shift).flatten()[order]
@@ -165,37 +188,63 @@ class ScoreTree:
             ends=ends,
             offsets=torch.arange(0, texts * count + 1, count, device=device),
         )
-        queries = (levels == len(self._computed) - 1).nonzero()[:, 0]
+        queries = torch.searchsorted(ordered, (self._frontier_keys + shift).flatten())
         return tree, NodeOrder(owners, numbers), queries
 
-    def best(self, budgets: Seq[Budget]) -> list[TextDraft]:
-        """Returns the likeliest nodes of each text within its budget, as a draft."""
+    def sizes(self, budgets: Seq[Budget]) -> list[int]:
+        """Returns the number of nodes of each text's draft within its budget."""
+        if self._shape is None:
+            within = [0, *accumulate(level.shape[1] for level in self._keys)]
+        else:
+            within = list(self._shape.sizes)
+        return [min(b.num_nodes, within[min(b.depth, len(within) - 1)]) for b in budgets]
+
+    def best(self, depths: Tensor, counts: Tensor, most: int) -> BestNodes:
+        """Returns the likeliest nodes of each text.
+
+        Args:
+            depths: [B] most levels.
+            counts: [B] number of nodes; there are as many within these levels.
+            most: N, largest number of nodes.
+        """
         keys, parents = torch.cat(self._keys, dim=1), torch.cat(self._parents, dim=1)
         tokens, scores = torch.cat(self._tokens, dim=1), torch.cat(self._scores, dim=1)
-        levels = _levels(self._keys)
-        depths = torch.tensor([b.depth for b in budgets]).to(keys.device, non_blocking=True)
+        levels = torch.cat(self._levels)
         scores = scores.masked_fill(levels >= depths[:, None], float("-inf"))
         # A stable sort leaves a parent before a child of the same score.
-        order = scores.sort(dim=1, descending=True, stable=True).indices
-        if self._shape is None:
-            sizes = [0, *accumulate(level.shape[1] for level in self._keys)]
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :most]
+        left_out = torch.arange(order.shape[1], device=keys.device) >= counts[:, None]
+        names, places = keys.gather(1, order).masked_fill(left_out, MAX_KEY).sort(dim=1)
+        own = order.gather(1, places)
+        above = torch.searchsorted(names, parents.gather(1, own))
+        # Nodes that are left out lie behind the others.
+        own_levels = levels[own].masked_fill(left_out, -1)
+        return BestNodes(tokens.gather(1, own), torch.where(own_levels > 0, above, -1), own_levels)
+
+    def drafts(self, budgets: Seq[Budget]) -> list[TextDraft]:
+        """Returns the likeliest nodes of each text within its budget, as a draft."""
+        device, counts = self._keys[0].device, self.sizes(budgets)
+        limits = on_device([[b.depth for b in budgets], counts], device)
+        nodes = self.best(limits[0], limits[1], max(counts))
+        if device.type == "cpu":  # reading is free
+            depths, may_fork = (nodes.levels.amax(1) + 1).tolist(), False
         else:
-            sizes = list(self._shape.sizes)
-        counts = [min(b.num_nodes, sizes[min(b.depth, len(sizes) - 1)]) for b in budgets]
-        drafts = []
-        for text, count in enumerate(counts):
-            own = order[text, :count]
-            own = own[keys[text, own].argsort()]
-            names = keys[text, own]
-            above = torch.searchsorted(names, parents[text, own])
-            depth = int(levels[own].max()) + 1
-            drafts.append(
-                TextDraft(tokens[text, own], torch.where(levels[own] > 0, above, -1), depth)
+            depths = [min(b.depth, n) for b, n in zip(budgets, counts, strict=True)]
+            may_fork = self.width > 1
+        return [
+            TextDraft(tokens[:count], parents[:count], depth, may_fork=may_fork)
+            for tokens, parents, depth, count in zip(
+                nodes.tokens.unbind(), nodes.parents.unbind(), depths, counts, strict=True
             )
-        return drafts
+        ]
 
 
-def _levels(columns: Seq[Tensor]) -> Tensor:
-    """Returns the level of each column of tensors [B, n] side by side, one tensor per level."""
-    levels = [n for n, column in enumerate(columns) for _ in range(column.shape[1])]
-    return torch.tensor(levels).to(columns[0].device, non_blocking=True)
+def tree_sizes(width: int, depth: int) -> list[int]:
+    """Returns the number of nodes within each depth, from 0 on, of trees without a shape."""
+    return [0, *accumulate([width, *[width * width] * (depth - 1)])] if depth else [0]
+
+
+def _holds(keys: Tensor, some: Tensor) -> Tensor:
+    """Returns which of some keys of any shape are among the ascending keys [n]."""
+    places = torch.searchsorted(keys, some).clamp(max=keys.shape[0] - 1)
+    return keys[places] == some

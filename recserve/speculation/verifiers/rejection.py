@@ -116,7 +116,7 @@ def residual_noise(scored: ScoredTrees) -> Tensor:
 
 def refuse_trees(rule: str, draft: TextDraft) -> None:
     """Raises UnfitDraft unless the draft is a chain of candidates."""
-    if draft.depth != len(draft) or draft.kinds is not None:
+    if not draft.is_chain or draft.kinds is not None:
         raise UnfitDraft(
             f"the rule {rule!r} needs a chain of candidate nodes; this draft has {len(draft)} "
             f"nodes on {draft.depth} levels; use 'sample' or 'multi_step'"

@@ -264,7 +264,7 @@ class EagleTrainee:
             if step:
                 given = self.model(outputs[-1][:, :rows], words, positions, attend)
             else:
-                given = self.model.committed(states[:, :-1], (), words, positions, attend)
+                given = self.model.committed(states[:, :-1], words, positions, attend)
             outputs.append(given)
         return outputs
 

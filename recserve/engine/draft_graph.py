@@ -1,0 +1,404 @@
+"""Drafts captured as CUDA graphs: new states are read and a whole tree is drafted by one launch.
+
+A drafter that offers a function of fixed shapes (`Drafter.capturable`) is captured for some numbers
+of texts, once for each of its forms: for texts that draw and for texts that do not. The function
+reads the states of the last step's accepted path and drafts all levels. Its inputs lie in buffers
+at fixed addresses. One upload writes all of them but the states, which one gather for each layer
+takes from the step. The drafts stay on the device, in a row for each text. The host knows their
+numbers of nodes, and bounds of their depths, from the budgets, so it reads nothing.
+
+Fillers have row 0 of the slot table, which no text has. A row of states that a text has not filled
+writes to the spare slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Generic, Literal, TypeVar, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recserve.engine.capture import (
+    CapturedGraph,
+    CaptureLimits,
+    CudaRecorder,
+    GraphSet,
+    Recorder,
+    is_cuda,
+)
+from recserve.engine.kv_cache import KVCache
+from recserve.engine.text_sequence import TextSequence
+from recserve.engine.text_step import NodeStates
+from recserve.models.language_model import LanguageModel
+from recserve.speculation.draft import Budget, TextDraft, empty_draft
+from recserve.speculation.drafter import (
+    READ,
+    CapturableDrafter,
+    Drafter,
+    DraftForm,
+    DraftInputs,
+    DraftPlan,
+)
+
+# The outcome of a draft of texts together. `replayed` used a graph. The others were launched,
+# because of form: only `propose` makes such drafts, for example a request's static tree; size: no
+# graph holds the texts or their new states.
+DraftResult = Literal["replayed", "form", "size"]
+DRAFT_RESULTS: tuple[DraftResult, ...] = get_args(DraftResult)
+
+
+@dataclass(frozen=True)
+class DraftLimits(CaptureLimits):
+    """Which drafts are captured.
+
+    Attributes:
+        texts: Numbers of texts, ascending.
+    """
+
+    texts: tuple[int, ...] = (1, 8, 64)
+
+
+@dataclass(frozen=True)
+class DraftBucket:
+    """What one graph of a draft is captured for.
+
+    Attributes:
+        drafter: Name of the drafter.
+        form: What it computes.
+        texts: Most texts.
+        greedy: Whether no text draws.
+    """
+
+    drafter: str
+    form: DraftForm
+    texts: int
+    greedy: bool
+
+    @property
+    def name(self) -> str:
+        """For example `eagle tree 8`, the most texts, and `eagle tree 8+` for texts that draw."""
+        return f"{self.drafter} {self.form.name} {self.texts}{'' if self.greedy else '+'}"
+
+
+Array = TypeVar("Array", Tensor, NDArray[np.int64])
+
+
+@dataclass(frozen=True)
+class _DraftColumns(Generic[Array]):
+    """Views of one int64 buffer. All fields but the last are as in `DraftInputs`.
+
+    Attributes:
+        temperatures: [B] bits of float64.
+        new_known: [B] 0 or 1.
+        new_tokens: [B, S].
+        new_nodes: [B, S] rows of the new states among those of the last step.
+    """
+
+    rows: Array
+    lengths: Array
+    temperatures: Array
+    seeds: Array
+    depths: Array
+    num_nodes: Array
+    new_counts: Array
+    new_known: Array
+    new_tokens: Array
+    new_nodes: Array
+
+    @staticmethod
+    def of(block: Array, texts: int) -> _DraftColumns[Array]:
+        """Returns the columns of a buffer for this many texts."""
+        new: int = (block.shape[0] - 8 * texts) // 2
+        bounds: list[int] = [0, *accumulate([texts] * 8 + [new] * 2)]
+        parts = [block[start:stop] for start, stop in pairwise(bounds)]
+        return _DraftColumns(*parts[:8], *[part.reshape(texts, -1) for part in parts[8:]])
+
+
+@dataclass(frozen=True)
+class _DraftBuffers:
+    """Buffers of one drafter, which its graphs share, since one runs at a time.
+
+    Attributes:
+        states: [L, texts x S, E] new states of each layer that the drafter reads.
+        tokens: [R, N] tokens of the last draft of each text, by its row of the slot table.
+        parents: [R, N] parents of its nodes, as in `TextDraft`.
+    """
+
+    states: Tensor
+    tokens: Tensor
+    parents: Tensor
+
+
+@dataclass(frozen=True)
+class _PlannedText:
+    """A text of a captured draft.
+
+    Attributes:
+        sequence: The text.
+        place: Its number among the texts of the call.
+        plan: Its draft.
+    """
+
+    sequence: TextSequence
+    place: int
+    plan: DraftPlan
+
+
+class DraftGraph(CapturedGraph[None]):
+    """A draft that reads and writes fixed addresses, so that it can be captured."""
+
+    bucket: DraftBucket
+
+    def __init__(
+        self, drafter: CapturableDrafter, table: Tensor, buffers: _DraftBuffers, bucket: DraftBucket
+    ) -> None:
+        """Allocates the inputs.
+
+        Args:
+            drafter: The drafter.
+            table: [R, W] slot table of the target's cache.
+            buffers: States and drafts.
+            bucket: Form, and most texts.
+        """
+        self.drafter, self.table, self.buffers, self.bucket = drafter, table, buffers, bucket
+        texts, new = bucket.texts, drafter.most_new_states
+        size = texts * (8 + 2 * new)
+        # Not pinned: the driver stages such a copy, so the next load may overwrite it at once.
+        self._host = torch.zeros(size, dtype=torch.int64)
+        self._block = torch.zeros(size, dtype=torch.int64, device=table.device)
+        self._host_columns = _DraftColumns.of(self._host.numpy(), texts)
+        self._columns = _DraftColumns.of(self._block, texts)
+        self._states = buffers.states[:, : texts * new]
+        self.load([])
+
+    def load(self, texts: Seq[_PlannedText]) -> None:
+        """Writes texts that fit to the inputs. Their new states count as received."""
+        columns, count, source = self._host_columns, len(texts), None
+        contexts = [text.sequence.context for text in texts]
+        for column, filler in ((columns.rows, 0), (columns.lengths, 1), (columns.new_counts, 0)):
+            column[count:] = filler
+        columns.num_nodes[count:] = columns.depths[count:] = 0
+        columns.new_nodes[:] = 0  # any state; those that no text has are not read
+        columns.rows[:count] = [context.row for context in contexts]
+        columns.lengths[:count] = [len(context.tokens) for context in contexts]
+        columns.seeds[:count] = [context.params.seed for context in contexts]
+        temperatures = [context.params.temperature for context in contexts]
+        columns.temperatures.view(np.float64)[:count] = temperatures
+        columns.num_nodes[:count] = [text.plan.num_nodes for text in texts]
+        columns.depths[:count] = [text.plan.depth for text in texts]
+        for place, (text, context) in enumerate(zip(texts, contexts, strict=True)):
+            first, rows = text.sequence.take_waiting()
+            columns.new_counts[place] = new = 0 if rows is None else len(rows)
+            if rows is not None:
+                source = rows.source
+                columns.new_known[place] = self.drafter.note_new(context, first)
+                columns.new_tokens[place, :new] = context.tokens[-new:]
+                columns.new_nodes[place, :new] = rows.nodes
+        self._block.copy_(self._host, non_blocking=True)
+        if source is not None:
+            nodes = self._columns.new_nodes.view(-1)
+            for layer, states in enumerate(source.layers_of(texts[0].sequence.drafter)):
+                torch.index_select(states, 0, nodes, out=self._states[layer])
+
+    def __call__(self) -> None:
+        """Reads the loaded states, and writes the drafts."""
+        columns, (texts, new) = self._columns, self._columns.new_tokens.shape
+        real = torch.arange(new, device=self.table.device) < columns.new_counts[:, None]
+        states = self._states.transpose(0, 1).reshape(texts, new, -1)
+        inputs = DraftInputs(
+            table=self.table,
+            rows=columns.rows,
+            lengths=columns.lengths,
+            temperatures=columns.temperatures.view(torch.float64).float(),
+            seeds=columns.seeds,
+            depths=columns.depths,
+            num_nodes=columns.num_nodes,
+            new_counts=columns.new_counts,
+            new_known=columns.new_known.bool(),
+            new_tokens=torch.where(real, columns.new_tokens, 0),
+            new_states=states.masked_fill(~real[..., None], 0.0),
+            greedy=self.bucket.greedy,
+            most_nodes=self.buffers.tokens.shape[1],
+        )
+        drafts = self.drafter.draft(inputs, self.bucket.form)
+        if drafts is not None:
+            tokens, parents = drafts
+            self.buffers.tokens[:, : tokens.shape[1]].index_copy_(0, columns.rows, tokens)
+            self.buffers.parents[:, : tokens.shape[1]].index_copy_(0, columns.rows, parents)
+
+
+class DraftGraphs(GraphSet[DraftGraph]):
+    """The captured drafts of one language model."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        kv: KVCache,
+        model: LanguageModel,
+        drafters: Mapping[str, Drafter],
+        most_nodes: int,
+        limits: DraftLimits,
+        recorder: Recorder,
+    ) -> None:
+        """Captures the drafts of all drafters that can be captured.
+
+        Args:
+            kv: The cache of the target.
+            model: The target.
+            drafters: Drafters by name. Those with keys and values of their own have their pools.
+            most_nodes: Nodes of the largest draft.
+            limits: What is captured, and how much time and memory that may take.
+            recorder: Captures the drafts.
+        """
+        super().__init__(recorder, limits, DRAFT_RESULTS)
+        self._table, self._empty = kv.slots, empty_draft(kv.slots.device)
+        self._names, self._drafters = dict[int, str](), dict[str, CapturableDrafter]()
+        self._buffers: dict[str, _DraftBuffers] = {}
+        for name, drafter in drafters.items():
+            own = drafter.capturable
+            if own is not None:
+                self._names[id(drafter)], self._drafters[name] = name, own
+                self._buffers[name] = self._make_buffers(drafter, own, model, most_nodes, limits)
+        buckets = [
+            DraftBucket(name, form, texts, greedy)
+            for texts in limits.texts
+            for name, own in self._drafters.items()
+            if texts <= own.most_texts
+            for form in (*own.forms, READ)
+            for greedy in ((True, False) if form.depth else (True,))
+        ]
+        self.use(self.capture(buckets, self._build) or [], buckets)
+        self._by_kind: dict[tuple[str, DraftForm, bool], list[DraftGraph]] = {}
+        for graph in self.captured:
+            bucket = graph.bucket
+            key = bucket.drafter, bucket.form, bucket.greedy
+            self._by_kind.setdefault(key, []).append(graph)
+
+    def _make_buffers(
+        self,
+        drafter: Drafter,
+        own: CapturableDrafter,
+        model: LanguageModel,
+        most_nodes: int,
+        limits: DraftLimits,
+    ) -> _DraftBuffers:
+        weight, rows = model.tokens.weight, self._table.shape[0]
+        new = own.most_new_states * max(limits.texts)
+        drafts = torch.zeros(2, rows, most_nodes, dtype=torch.int64, device=weight.device)
+        states = weight.new_zeros(len(drafter.hidden_layers), new, weight.shape[1])
+        return _DraftBuffers(states, *drafts.unbind())
+
+    def _build(self, bucket: DraftBucket) -> DraftGraph:
+        drafter, buffers = self._drafters[bucket.drafter], self._buffers[bucket.drafter]
+        return DraftGraph(drafter, self._table, buffers, bucket)
+
+    def holds(self, drafter: Drafter) -> bool:
+        """Whether drafts of a drafter are captured."""
+        return id(drafter) in self._names
+
+    @torch.inference_mode()
+    def draft(self, texts: Seq[TextSequence], budgets: Seq[Budget]) -> list[TextDraft | None]:
+        """Returns drafts of texts with one drafter, after it has read their new states.
+
+        Returns:
+            A draft for each text. None where no graph can make it, and nothing was read. The next
+            draft of a text overwrites its memory.
+        """
+        name = self._names.get(id(texts[0].drafter))
+        if name is None:
+            return [None] * len(texts)
+        drafts: list[TextDraft | None] = [None] * len(texts)
+        source: NodeStates | None = None
+        groups: dict[DraftForm, list[_PlannedText]] = {}
+        drafter = self._drafters[name]
+        for place, (text, budget) in enumerate(zip(texts, budgets, strict=True)):
+            rows = text.waiting
+            if rows is None and not drafter.is_ready(text.context):
+                drafts[place] = self._empty
+                continue
+            if rows is not None:
+                source = source or rows.source
+                if rows.source is not source or len(rows) > drafter.most_new_states:
+                    self.counts["size"] += 1
+                    continue
+            plan = drafter.plan(text.context, budget)
+            if plan is None:
+                self.counts["form"] += 1
+            elif rows is None and plan.form is READ:
+                drafts[place] = self._empty
+            else:
+                groups.setdefault(plan.form, []).append(_PlannedText(text, place, plan))
+        reads = groups.pop(READ, [])
+        if groups:  # states are read beside drafts
+            next(iter(groups.values())).extend(reads)
+        elif reads:
+            groups[READ] = reads
+        for form, planned in groups.items():
+            self._replay(name, form, planned, drafts)
+        return drafts
+
+    def _replay(
+        self,
+        name: str,
+        form: DraftForm,
+        planned: Seq[_PlannedText],
+        drafts: list[TextDraft | None],
+    ) -> None:
+        """Makes the drafts of one form, in as many replays as needed, and enters them."""
+        while planned:
+            greedy = all(t.sequence.context.params.greedy for t in planned if t.plan.num_nodes)
+            graphs = self._by_kind.get((name, form, greedy), ())
+            if not graphs:
+                self.counts["size"] += 1
+                return
+            fitting = (graph for graph in graphs if len(planned) <= graph.bucket.texts)
+            graph = next(fitting, graphs[-1])
+            some, planned = planned[: graph.bucket.texts], planned[graph.bucket.texts :]
+            graph.load(some)
+            graph.replay()
+            self.counts["replayed"] += 1
+            for text in some:
+                drafts[text.place] = self._draft_of(text, graph.buffers)
+
+    def _draft_of(self, text: _PlannedText, buffers: _DraftBuffers) -> TextDraft:
+        plan, row = text.plan, text.sequence.context.row
+        if not plan.num_nodes:
+            return self._empty
+        return TextDraft(
+            buffers.tokens[row, : plan.num_nodes],
+            buffers.parents[row, : plan.num_nodes],
+            plan.depth,
+            may_fork=plan.form.forks,
+        )
+
+
+def cuda_drafts(
+    kv: KVCache,
+    model: LanguageModel,
+    enabled: bool | None,
+    drafters: Mapping[str, Drafter],
+    most_nodes: int,
+    limits: DraftLimits,
+) -> DraftGraphs | None:
+    """Captures drafts on a CUDA device. Returns None on others, if not enabled, or without drafters
+    that can be captured.
+
+    Args:
+        kv: The cache of the target.
+        model: The target.
+        enabled: False disables graphs.
+        drafters: Drafters by name.
+        most_nodes: Nodes of the largest draft.
+        limits: What is captured, and how much time and memory that may take.
+    """
+    if enabled is False or not is_cuda(kv.slots.device):
+        return None
+    if all(drafter.capturable is None for drafter in drafters.values()):
+        return None
+    return DraftGraphs(kv, model, drafters, most_nodes, limits, CudaRecorder())

@@ -1,0 +1,192 @@
+"""Captured drafts: recorded once, replayed on other texts, states, budgets and acceptances.
+
+Captured and launched drafts are the same tokens and parents, so the texts are the same too, and the
+drafter's pages hold the same entries.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from recserve.engine.draft_graph import DraftGraphs, DraftLimits
+from recserve.engine.text_scheduler import TextScheduler
+from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
+from recserve.speculation.completion import TextQuery
+from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.mtp_drafter import mtp, peagle
+from tests.support.pretend_cuda import PretendCuda
+from tests.support.recorded_steps import POISON, Counted
+from tests.support.text_engines import (
+    assert_forgotten,
+    assert_no_leak,
+    eagle,
+    engine_for,
+    prompts,
+    shared_model,
+)
+from tests.support.text_plain import drawn_model
+
+SIZES = {"width": 3, "depth": 4, "num_nodes": 12}
+MAKERS = {
+    "eagle": lambda m, **sizes: eagle(m, fused=False, **sizes),
+    "eagle3": lambda m, **sizes: eagle(m, fused=True, **sizes),
+    "mtp": mtp,
+    "qwen-mtp": lambda m, **sizes: mtp(m, qwen=True, **sizes),
+    "peagle": peagle,
+}
+STATIC = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+
+
+def engine_with(model, drafter, recorder, pages, texts=(4,), steps=()):
+    """Returns an engine with poison in its pools. Its drafts are captured if there is a recorder,
+    and its steps if there are shapes of them.
+    """
+    drafters = {drafter.name: drafter}
+    engine = engine_for(model, pages, drafters, graphs=False)
+    lane = engine.schedulers["text"]
+    drafts = graphs = None
+    forever = {"seconds": float("inf")}
+    with torch.inference_mode():
+        if recorder is not None:
+            limits, most = DraftLimits(texts=texts, **forever), lane.limits.draft_nodes
+            drafts = DraftGraphs(lane.kv, model, drafters, most, limits, recorder)
+            assert not drafts.missing
+        if steps:
+            limits = TextStepLimits(steps, **forever)
+            graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, recorder, drafters)
+        for pool in (lane.runner.pool, drafter.pool):
+            pool.keys.fill_(POISON)
+            pool.values.fill_(POISON)
+    engine.schedulers["text"] = TextScheduler(
+        lane.runner, model, lane.limits, graphs, kv=lane.kv, drafts=drafts
+    )
+    return engine
+
+
+def note_drafts(engine):
+    """Returns a dictionary that receives each filled proposal, by its text's number and tokens.
+
+    With a proposal come the drafter's keys of all committed tokens.
+    """
+    proposer, found = engine.schedulers["text"]._proposer, {}
+    propose = proposer.propose
+
+    def noted(texts, prefill):
+        drafts, refusals = propose(texts, prefill)
+        for text, draft in drafts.items():
+            if len(draft):
+                slots, pool = text.context.slots[1 : text.length], text.drafter.pool
+                key = text.context.id, tuple(text.context.tokens)
+                nodes = list(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True))
+                found[key] = nodes, pool.keys[:, slots].clone()
+        return drafts, refusals
+
+    proposer.propose = noted
+    return found
+
+
+def drawn_requests(name, rng, count):
+    """Returns requests with drawn lengths, temperatures, numbers of nodes, rules and trees."""
+    requests = []
+    for number, prompt in enumerate(prompts(count, seed=int(rng.integers(99)), low=3)):
+        params = SamplingParams(
+            temperature=float(rng.choice((0.0, 0.7, 1.3))),
+            max_tokens=int(rng.integers(8, 24)),
+            seed=number,
+        )
+        nodes = rng.choice((None, 2, 12, 30))
+        rule, tree = ("rejection", None) if rng.random() < 0.2 else ("sample", None)
+        if rng.random() < 0.15:
+            tree = STATIC
+        wanted = None if nodes is None else int(nodes)
+        speculation = Speculation(name, rule, num_tokens=wanted, tree=tree)
+        requests.append(TextQuery(prompt, params, speculation, priority=int(rng.integers(3))))
+    return requests
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", MAKERS)
+@torch.inference_mode()
+def test_captured_and_launched_drafts_are_equal(kind, seed):
+    """Eight texts in few pages: they join, end and are preempted at any time.
+
+    The order of the steps may depend on the time, and with it which drafts are made.
+    """
+    model, rng, results = shared_model(), np.random.default_rng(seed), []
+    sizes = SIZES | {"width": int(rng.integers(2, 5)), "depth": int(rng.integers(2, 6))}
+    requests = drawn_requests(MAKERS[kind](model).name, rng, 8)
+    counted = Counted()
+    for recorder in (None, counted):
+        drafter = MAKERS[kind](model, seed=5, **sizes)
+        engine = engine_with(model, drafter, recorder, pages=26)
+        drafts, scheduler = note_drafts(engine), engine.schedulers["text"]
+        futures, most = [engine.submit(request) for request in requests], 0
+        while engine.step():
+            most = max(most, len(scheduler.preempted))
+        texts = [future.result(0).tokens.tolist() for future in futures]
+        results.append((texts, drafts))
+        assert most > 0
+        assert_no_leak(engine)
+        assert_forgotten(drafter)
+    (plain_texts, launched), (texts, captured) = results
+    for request, one, two in zip(requests, plain_texts, texts, strict=True):
+        assert one == two or request.speculation.verifier == "rejection"
+    both = launched.keys() & captured.keys()
+    assert len(both) > 20
+    for key in both:
+        assert captured[key][0] == launched[key][0]
+        torch.testing.assert_close(captured[key][1], launched[key][1], rtol=1e-3, atol=1e-3)
+    counts = engine.stats().graph_drafts
+    assert counts["replayed"] == counted.replays > 20
+
+
+@torch.inference_mode()
+def test_replayed_steps_read_drafts_where_they_lie():
+    """Drafts and steps replayed in turns give the texts of launched ones."""
+    model = shared_model()
+    steps, counted = (StepShape(24, 1, 12), StepShape(72, 8, 12)), Counted()
+    requests = [
+        TextQuery(p, SamplingParams(t, max_tokens=14, seed=n), Speculation("eagle"))
+        for n, (p, t) in enumerate(zip(prompts(5, low=4), (0.0, 0.9, 1.2, 0.0, 0.8), strict=True))
+    ]
+    texts = []
+    for recorder, own in ((None, ()), (counted, steps)):
+        engine = engine_with(model, eagle(model, True, seed=3), recorder, 300, steps=own)
+        answers = [engine.run(requests[0]), *engine.run_many(requests)]
+        texts.append([answer.tokens.tolist() for answer in answers])
+    assert texts[0] == texts[1]
+    stats = engine.stats()
+    assert stats.graph_steps["replayed"] > 5 and stats.graph_drafts["replayed"] > 5
+    assert stats.graph_drafts["size"] == stats.graph_drafts["form"] == 0
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_drafted_step_waits_once(captured, force_kernels):
+    """On a pretended device: for the accepted tokens, and for nothing else."""
+    force_kernels("torch")
+    model = drawn_model(1)
+    with PretendCuda() as device:
+        drafter = eagle(model, True, seed=3)
+        model.to("cuda")
+        drafter.network.to("cuda")
+        recorder = Counted(lambda step: step) if captured else None
+        engine = engine_with(model, drafter, recorder, 400)
+        tree = [
+            TextQuery(p, SamplingParams(0.8, max_tokens=12), Speculation("eagle"))
+            for p in prompts(3, low=4)
+        ]
+        static = TextQuery(
+            prompts(1)[0], SamplingParams(max_tokens=12), Speculation("eagle", tree=STATIC)
+        )
+        for request in [*tree, static]:
+            engine.submit(request)
+        waits = []
+        while engine.step():
+            waits.append((device.counts(), device.table()))
+            device.syncs.clear()
+        drafts = engine.stats().graph_drafts
+    assert len(waits) > 6
+    for counts, table in waits[1:-1]:
+        assert set(counts) <= {"read"}, table
+        assert counts["read"] <= 1, table
+    assert not captured or (drafts["replayed"] > 4 and drafts["form"] > 4)
