@@ -7,7 +7,7 @@ labels and shall stop at its gate; one passes its gate, its slates get few click
 rolled back. The server is killed twice. A second service never retrains; the share of wanted items
 in both services' slates is the quality over time.
 
-    python -m benchmarks.server.day --users 2000 --hours 24 --out day.json
+    python -m benchmarks.server.day --out day.json
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class DayOptions:
     """
 
     users: int = 2000
-    items: int = 1200
+    items: int = 720
     hours: int = 24
     every: int = 3
     epochs: int = 2
-    slates: float = 0.3
+    slates: float = 0.6
     half_life_h: float = 3.0
     drift: float = 0.04
     seed: int = 0
