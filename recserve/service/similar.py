@@ -12,8 +12,9 @@ The links are those of the history bonus (models/history_bonus.py).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,8 +26,22 @@ from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 
 BOTH, BY_VECTORS, BY_LINKS = SIMILARITIES = ("similar", "similar_vectors", "similar_links")
 MAX_ITEMS = 64  # the latest items of a history that count
+MAX_KNOWN = 8192  # vectors whose nearest items are remembered
 NEAR = 50  # items around one with a negative event that are lowered, itself among them
 NO_LINKS = "this bundle has no links between items; recserve train similar --bundle BUNDLE"
+
+
+@dataclass(frozen=True)
+class _Nearest:
+    """Items around a vector.
+
+    Attributes:
+        rows: [n] int64 item rows, ascending.
+        cosines: [n] float32 their cosines, above 0.
+    """
+
+    rows: np.ndarray
+    cosines: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +53,16 @@ class ItemSimilarity:
         scales: [I] float32, 1 / length of each vector; 0 for a vector of zeros.
         links: Links between the bundle's items; None without any.
         weight: Weight of the links.
+        _known: The nearest items of vectors that were asked for lately.
     """
 
     vectors: np.ndarray
     scales: np.ndarray
     links: HistoryBonus | None = None
     weight: float = 0.0
+    _known: OrderedDict[bytes, _Nearest] = field(
+        default_factory=OrderedDict, init=False, repr=False
+    )
 
     @staticmethod
     def of(
@@ -103,17 +122,42 @@ class ItemSimilarity:
         chosen = np.asarray(items.vectors[rows], np.float32)
         chosen = chosen * _scales(chosen)[:, None]
         tail = items.tail.vectors.view(items.num_tail)
-        lowered = np.zeros(items.num_rows, np.float32)
-        for vector, amount in zip(chosen, amounts.tolist(), strict=True):
-            near = np.concatenate(
-                [(self.vectors @ vector) * self.scales, (tail @ vector) * _scales(tail)]
-            )
+        new = (tail @ chosen.T) * _scales(tail)[:, None]
+        new_rows = len(self.vectors) + np.arange(len(tail))
+        all_rows, all_amounts = [], []
+        for old, of_new, amount in zip(self._nearest(chosen), new.T, amounts.tolist(), strict=True):
+            near = np.concatenate([old.cosines, of_new])
             close = near > 0
             if near.size > NEAR:
                 close &= near >= np.partition(near, near.size - NEAR)[near.size - NEAR]
-            lowered[close] = np.maximum(lowered[close], np.float32(amount) * near[close])
-        found = np.flatnonzero(lowered)
-        return LoweredItems(found, lowered[found])
+            all_rows.append(np.concatenate([old.rows, new_rows])[close])
+            all_amounts.append(np.float32(amount) * near[close])
+        found, place = np.unique(np.concatenate(all_rows), return_inverse=True)
+        lowered = np.zeros(len(found), np.float32)
+        np.maximum.at(lowered, place, np.concatenate(all_amounts))
+        return LoweredItems(found[lowered > 0], lowered[lowered > 0])
+
+    def _nearest(self, chosen: np.ndarray) -> list[_Nearest]:
+        """Returns the items of the bundle that are nearest to some unit vectors [d, F].
+
+        All items are compared, once for each vector that was not asked for lately.
+        """
+        keys = [vector.tobytes() for vector in chosen]
+        found = {key: self._known.get(key) for key in keys}
+        missing = {key: place for place, key in enumerate(keys) if found[key] is None}
+        if missing:
+            cosines = (self.vectors @ chosen[[*missing.values()]].T).T * self.scales
+            for key, near in zip(missing, cosines, strict=True):
+                close = near > 0
+                if near.size > NEAR:
+                    close &= near >= np.partition(near, near.size - NEAR)[near.size - NEAR]
+                rows = np.flatnonzero(close)
+                found[key] = nearest = _Nearest(rows, near[rows])
+                if len(rows) <= 2 * NEAR:  # more have equal cosines
+                    if len(self._known) >= MAX_KNOWN:
+                        self._known.popitem(last=False)
+                    self._known[key] = nearest
+        return [one for key in keys if (one := found[key]) is not None]
 
     def _linked(self, rows: np.ndarray, items: CatalogVersion) -> np.ndarray:
         """Returns [num_rows] float32 the mean of the links from items; later rows inherit them."""

@@ -3,6 +3,7 @@
 import random
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +16,8 @@ from recserve.cli import app
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.schemas.items import RecommendRequest
 from recserve.schemas.shorthand import check_body
-from recserve.service import Service, ServiceOptions
-from recserve.service.similar import NEAR
+from recserve.service import Service, ServiceOptions, similar
+from recserve.service.similar import NEAR, ItemSimilarity
 from tests.support.live_server import live
 from tests.support.tiny_bundle import tiny_bundle
 
@@ -181,6 +182,36 @@ def lowered_by_hand(vectors, disliked):
         for near in np.argsort(-cosines)[:NEAR]:
             amounts[near] = max(amounts[near], 0.75 * weight * cosines[near])
     return amounts
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_near_items_are_those_of_a_plain_loop(seed, monkeypatch):
+    """With equal vectors, vectors of zeros and live items, also for vectors asked for before."""
+    draw = np.random.default_rng(seed)
+    monkeypatch.setattr(similar, "MAX_KNOWN", 3)
+    count, live = int(draw.integers(20, 300)), int(draw.integers(0, 80))
+    vectors = draw.normal(size=(count + live, 4)).astype(np.float32)
+    copies = int(draw.choice([0, 30, 200]))
+    vectors[draw.integers(0, len(vectors), copies)] = vectors[0]
+    vectors[draw.integers(0, len(vectors), 3)] = 0
+    similarity = ItemSimilarity.of(vectors[:count])
+    tail = SimpleNamespace(vectors=SimpleNamespace(view=lambda size: vectors[count:]))
+    items = SimpleNamespace(vectors=vectors, tail=tail, num_tail=live, num_rows=len(vectors))
+    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    for _ in range(8):
+        rows = draw.integers(0, len(vectors), int(draw.integers(1, 6)))
+        amounts = draw.uniform(0, 2, len(rows)).astype(np.float32)
+        expected = np.zeros(len(vectors))
+        for row, amount in zip(rows, amounts, strict=True):
+            cosines = unit @ unit[row]
+            least = max(np.sort(cosines)[-NEAR:][0], 1e-6)
+            near = cosines >= least - 1e-6
+            expected[near] = np.maximum(expected[near], amount * cosines[near])
+        found = similarity.near_items(rows, amounts, items)
+        assert (np.diff(found.rows) > 0).all()
+        lowered = np.zeros(len(vectors))
+        lowered[found.rows] = found.amounts
+        np.testing.assert_allclose(lowered, expected, atol=1e-5)
 
 
 def ask(service, client, door, body):
