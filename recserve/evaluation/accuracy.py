@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from recserve.features.tables.mapped_arrays import blocks
+
 NOT_FOUND = np.iinfo(np.int64).max
 
 Ints = NDArray[np.int64]
@@ -26,13 +28,14 @@ def ranks_of(rows: ArrayLike, held: ArrayLike) -> Ints:
     Raises:
         ValueError: If a held-out item is negative.
     """
-    held = np.asarray(held)
+    rows, held = np.asarray(rows), np.asarray(held)
     if held.size and held.min() < 0:
         raise ValueError("a held-out item is -1; leave users without one out of the evaluation")
-    hits = np.asarray(rows) == held[:, None]
-    if not hits.shape[1]:
-        return np.full(held.shape[0], NOT_FOUND, dtype=np.int64)
-    return np.where(hits.any(axis=1), hits.argmax(axis=1), NOT_FOUND)
+    ranks = np.full(held.shape[0], NOT_FOUND, dtype=np.int64)
+    for part in blocks(len(held) if rows.shape[1] else 0):
+        hits = rows[part] == held[part, None]
+        ranks[part] = np.where(hits.any(axis=1), hits.argmax(axis=1), NOT_FOUND)
+    return ranks
 
 
 def user_metrics(ranks: ArrayLike, cutoffs: Sequence[int]) -> dict[str, Floats]:

@@ -27,6 +27,7 @@ from recserve.evaluation.untrained import UNTRAINED, SlateMaker, TrainingData
 from recserve.features.catalog.catalog import Catalog
 from recserve.features.catalog.versions import first_version
 from recserve.features.tables.events import EventLog
+from recserve.features.tables.mapped_arrays import new_array
 from recserve.models.imported_model import ImportedConfig
 from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.models.scoring import Scoring
@@ -121,7 +122,7 @@ def make_slates(
     batch: int = 256,
     shown: str | None = None,
 ) -> Ints:
-    """Returns [n, k] item rows of all cases, in their order.
+    """Returns [n, k] item rows of all cases, in their order, on disk if they are many.
 
     Args:
         cases: n cases.
@@ -134,7 +135,7 @@ def make_slates(
     for which in cases.batches(batch, shown):
         rows = slates(which, filtered)
         if made is None:
-            made = np.full((len(cases), rows.shape[1]), -1, dtype=np.int64)
+            made = new_array(len(cases) * rows.shape[1], np.int64).reshape(-1, rows.shape[1])
         made[which] = rows
     return np.zeros((0, 0), dtype=np.int64) if made is None else made
 

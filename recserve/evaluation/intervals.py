@@ -12,6 +12,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
+from recserve.features.tables.mapped_arrays import blocks
+
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 MEAN_METHOD = "Wilson score interval over users, with the variance of the metric"
@@ -96,9 +98,12 @@ def coverage(slates: ArrayLike, num_items: int) -> tuple[float, Range]:
         num_items: I, the number of items.
     """
     slates = np.asarray(slates)
-    shown = slates >= 0
-    counts = np.bincount(slates[shown], minlength=num_items)
-    alone = ((counts[np.where(shown, slates, 0)] == 1) & shown).sum(axis=1)
+    counts, alone = np.zeros(num_items, np.int64), np.zeros(len(slates), np.int64)
+    for part in blocks(len(slates)):
+        counts += np.bincount(slates[part][slates[part] >= 0], minlength=num_items)
+    for part in blocks(len(slates)):
+        shown = slates[part] >= 0
+        alone[part] = ((counts[np.where(shown, slates[part], 0)] == 1) & shown).sum(axis=1)
     users, covered = len(slates), int((counts > 0).sum())
     variance = (users - 1) * float(alone.var()) if users else 0.0
     half = Z * float(np.sqrt(variance))

@@ -55,9 +55,9 @@ def model_lead(
     """
     cutoffs = cutoffs_of(model)
     users = slice(None) if inside is None else inside
-    held = data.cases.held[users]
+    held = data.cases.held
     ours, theirs = (
-        user_metrics(ranks_of(found.slates[column][users], held), cutoffs)
+        user_metrics(ranks_of(found.slates[column], held)[users], cutoffs)
         for found in (model, other)
     )
     leads = {}

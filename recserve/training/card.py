@@ -333,13 +333,14 @@ def _column(
     data, model, slates = compared.data, compared.model, found.slates[column]
     last = cutoffs_of(model)[-1:]
     share, bounds = coverage(slates, len(data.catalog))
+    ranks = ranks_of(slates, data.cases.held)
     groups: dict[str, dict[str, Figure]] = {}
     ahead: dict[str, dict[str, Figure]] = {}
     for name, (_, inside) in members.items():
         groups[name], ahead[name] = {}, {}
         if not inside.any():
             continue
-        values = user_metrics(ranks_of(slates[inside], data.cases.held[inside]), last)
+        values = user_metrics(ranks[inside], last)
         for metric, value in values.items():
             groups[name][metric] = Figure(float(value.mean()), *mean_interval(value))
         if found is not model:

@@ -17,6 +17,7 @@ from recserve.bundle.bundle import Bundle, BundleError
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.evaluation.intervals import difference_interval, mean_interval
 from recserve.evaluation.untrained import UNTRAINED
+from recserve.features.tables import mapped_arrays
 from recserve.training.baselines import BaselineComparison, compare_with_baselines
 from recserve.training.card import Card, make_card
 from recserve.training.options import TrainOptions
@@ -83,6 +84,24 @@ def compared(bundle: Bundle) -> BaselineComparison:
 @pytest.fixture(scope="module")
 def card(bundle: Bundle, compared: BaselineComparison) -> Card:
     return make_card(bundle, compared)
+
+
+def test_blocks_of_users_give_the_same_card(
+    bundle: Bundle, compared: BaselineComparison, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slates of many users lie on disk and are measured in blocks, with the same figures."""
+    monkeypatch.setattr(mapped_arrays, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(mapped_arrays, "IN_MEMORY_BYTES", 100)
+    again = compare_with_baselines(bundle, OPTIONS)
+    assert all(isinstance(made.base, np.memmap) for made in again.model.slates.values())
+    assert make_card(bundle, again).to_dict() | {"seconds": card.seconds} == card.to_dict()
+    pairs = zip(
+        [again.model, *again.baselines.values()],
+        [compared.model, *compared.baselines.values()],
+        strict=True,
+    )
+    for one, two in pairs:
+        assert one.to_dict() | {"seconds": two.seconds} == two.to_dict()
 
 
 def gains(compared: BaselineComparison, label: str, column: str) -> np.ndarray:

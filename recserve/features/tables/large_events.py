@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recserve.features.tables.buckets import Buckets
 from recserve.features.tables.column_names import rename_columns
 from recserve.features.tables.event_files import (
     event_file_paths,
@@ -56,7 +57,7 @@ from recserve.features.tables.input_table import (
     read_chunks,
 )
 from recserve.features.tables.items import ItemTable
-from recserve.features.tables.mapped_arrays import new_array, temporary_files
+from recserve.features.tables.mapped_arrays import new_array
 from recserve.features.tables.parquet import (
     MAX_EXAMPLES,
     BadRows,
@@ -134,7 +135,7 @@ def read_large_events(
     """
     num_buckets = min(max(-(-num_rows_about(paths) // BUCKET_ROWS), 1), MAX_BUCKETS)
     with tempfile.TemporaryDirectory() as folder:
-        spilled = _Buckets(Path(folder), "rows", num_buckets, SPILLED)
+        spilled = Buckets(Path(folder), "rows", num_buckets, SPILLED)
         joins = len(paths) > 1 or is_event_log(paths[0])
         reading = _Reading(names, items, on_bad_rows, valued, spilled, joins)
         for path in paths:
@@ -205,40 +206,6 @@ def _form(message: object) -> str:
     return re.sub(r"'[^']*'|[0-9]+", "", str(message))
 
 
-class _Buckets:
-    """Rows on disk, divided into buckets. LZ4 leaves little of columns that are all zeros."""
-
-    def __init__(self, folder: Path, name: str, number: int, schema: pa.Schema) -> None:
-        self.schema, self.number = schema, number
-        self._paths = [folder / f"{name}-{bucket}" for bucket in range(number)]
-        options = pa.ipc.IpcWriteOptions(compression="lz4")
-        with temporary_files():
-            self._writers = [pa.ipc.new_stream(p, schema, options=options) for p in self._paths]
-
-    def add(self, columns: Arrays, buckets: np.ndarray) -> None:
-        """Appends rows; `buckets` [n] is the bucket of each."""
-        order = np.argsort(buckets, kind="stable")
-        ends = np.cumsum(np.bincount(buckets, minlength=self.number))
-        for bucket, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            if first < last:
-                rows = order[first:last]
-                arrays = [
-                    pa.array(columns[one.name][rows].astype(one.type.to_pandas_dtype()))
-                    for one in self.schema
-                ]
-                with temporary_files():
-                    self._writers[bucket].write_batch(pa.record_batch(arrays, schema=self.schema))
-
-    def take(self, bucket: int) -> Arrays:
-        """Returns the rows of a bucket in the order in which they were added, and deletes it."""
-        with temporary_files():
-            self._writers[bucket].close()
-        with pa.OSFile(str(self._paths[bucket])) as file:
-            table = pa.ipc.open_stream(file).read_all()
-        self._paths[bucket].unlink()
-        return {name: table.column(name).to_numpy() for name in self.schema.names}
-
-
 @dataclass
 class _File:
     """One of the files.
@@ -291,7 +258,7 @@ class _Reading:
         items: ItemTable,
         on_bad_rows: OnBadRows,
         valued: Collection[str],
-        spilled: _Buckets,
+        spilled: Buckets,
         joins: bool,
     ) -> None:
         self.joins = joins
@@ -382,7 +349,7 @@ class _Reading:
             "key": part.keys[kept],
             "received": part.received[kept],
         }
-        self.spilled.add(columns, users % self.spilled.number)
+        self.spilled.add(_table(columns, SPILLED), users % self.spilled.number)
         self._num_rows += accepted.size
 
     def _spill_removals(self, number: int, part: OpenedPart) -> None:
@@ -391,7 +358,7 @@ class _Reading:
             columns = {one.name: np.zeros(users.size, np.int64) for one in SPILLED}
             columns |= {"row": columns["row"] - 1, "file": columns["file"] + number}
             columns |= {"user": users, "key": part.removed_keys, "received": part.removed_at}
-            self.spilled.add(columns, users % self.spilled.number)
+            self.spilled.add(_table(columns, SPILLED), users % self.spilled.number)
 
     def _number_users(self, ids: pa.Array) -> np.ndarray:
         """Returns [n] int64 numbers of users, new ones for new users."""
@@ -418,10 +385,10 @@ class _Joining:
         if not self.files and self.reading.refusal is not None:
             raise self.reading.refusal
         spilled = self.reading.spilled
-        done = _Buckets(folder, "sorted", spilled.number, SORTED)
+        done = Buckets(folder, "sorted", spilled.number, SORTED)
         for bucket in range(spilled.number):
-            columns = self._sort(spilled.take(bucket))
-            done.add(columns, np.full(columns["user"].size, bucket))
+            columns = self._sort(_arrays(spilled.take(bucket)))
+            done.add(_table(columns, SORTED), np.full(columns["user"].size, bucket))
         report = self._report()
         return self._log(done), report
 
@@ -538,7 +505,7 @@ class _Joining:
             column = "item_id" if kind == "event" else file.clock
             file.check.refuse_later(noted.count, f"duplicate {kind}", column, rows, texts)
 
-    def _log(self, done: _Buckets) -> EventLog:
+    def _log(self, done: Buckets) -> EventLog:
         """Returns the sorted buckets as one log, with users in the order of their first rows."""
         there = np.flatnonzero(self.counts)
         there = there[np.argsort(self.first_rows[there])]
@@ -566,7 +533,7 @@ class _Joining:
             next(file.clock for file in self.files if file.num_kept) == "timestamp",
         )
         for bucket in range(done.number):
-            columns = done.take(bucket)
+            columns = _arrays(done.take(bucket))
             found, first, counts = np.unique(columns["user"], return_index=True, return_counts=True)
             places = np.repeat(starts[found] - first, counts) + np.arange(columns["user"].size)
             log.item_rows[places] = columns["item"]
@@ -574,6 +541,19 @@ class _Joining:
             log.types[places] = types[columns["type"]]
             log.values[places] = columns["value"]
         return log
+
+
+def _table(columns: Arrays, schema: pa.Schema) -> pa.Table:
+    """Returns arrays as a table."""
+    arrays = [
+        pa.array(columns[one.name].astype(one.type.to_pandas_dtype(), copy=False)) for one in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _arrays(table: pa.Table) -> Arrays:
+    """Returns the columns of a table."""
+    return {name: table.column(name).to_numpy() for name in table.column_names}
 
 
 def _whole_table(whole: ChunkedInput, joins: bool) -> InputTable:

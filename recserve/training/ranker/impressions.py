@@ -6,7 +6,9 @@ is, so a bias that knows the rank is added to the logits in training only (PAL, 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +19,31 @@ from torch import Tensor, nn
 
 from recserve.features.history.event_kinds import EventKinds
 from recserve.features.ranking.ranking_tables import RankingSettings
+from recserve.features.tables.buckets import Buckets
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable
+from recserve.features.tables.mapped_arrays import blocks, new_array
 from recserve.models.ranker import Ranker
 from recserve.service.attribution import Signer
-from recserve.service.slate_log.reader import read_log, shown_items
+from recserve.service.slate_log.reader import (
+    join_outcomes,
+    num_parts,
+    read_files,
+    read_parts,
+)
 
 MAX_RANK = 64  # ranks from this one on share one bias
+# Shown items of a part of a slate log, on disk until all parts are read.
+KEPT = pa.schema(
+    [
+        ("row", pa.int32()),
+        ("rank", pa.int64()),
+        ("clicked", pa.bool_()),
+        ("converted", pa.bool_()),
+        ("looked", pa.bool_()),
+        ("taken_at", pa.int64()),
+    ]
+)
 BIAS_RATE = 10.0  # the bias learns so many times faster than other weights
 
 
@@ -95,59 +115,109 @@ class Impressions:
         """
         if not log.has_timestamps:
             raise ValueError("events have positions only; a slate log needs events with timestamps")
-        shown = shown_items(source.folder, _positive(source))
-        tokens = shown.column("token_id").combine_chunks().dictionary_encode()
-        slate = tokens.indices.to_numpy(zero_copy_only=False)
-        num_slates = len(tokens.dictionary)
-        if not num_slates:
-            raise ValueError(f"{source.folder}: no slates; expected the folder of a slate log")
-        users = _users(shown.column("user"), log, source.signer)
-        times = shown.column("time").cast(pa.int64()).to_numpy()
-        clicks = shown.column("num_outcomes").to_numpy() > 0
-        late = pc.fill_null(shown.column("first_outcome").cast(pa.int64()), 0).to_numpy()
-        converted = clicks.copy()
-        if settings.conversion_types:
-            converted = _conversions(source, shown, settings.conversion_types)
-        elif settings.conversion_value is not None:
-            values = pc.fill_null(shown.column("value"), 0.0).to_numpy()
-            converted = clicks & (values >= settings.conversion_value)
+        users = _Users(log, source.signer)
         held = np.full(log.num_users, np.iinfo(np.int64).max)
         enough = log.lengths() >= 3
         held[enough] = log.times[log.offsets[1:][enough] - 2]
-        known = users >= 0
-        after = np.zeros(num_slates, bool)
-        after[slate[known & (np.maximum(times, late) >= held[users])]] = True
-        rows = pc.fill_null(pc.index_in(shown.column("item_id"), pa.array(items.ids)), -1)
-        rows = rows.to_numpy().astype(np.int64)
-        ranks = shown.column("rank").to_numpy().astype(np.int64)
-        taken = np.zeros(num_slates, np.int64)
-        np.maximum.at(taken, slate[clicks], ranks[clicks])
-        weights = np.where(
-            ranks <= np.maximum(taken[slate], 1), 1.0, source.unlooked_weight
-        ).astype(np.float32)
-        keep = np.flatnonzero(known & (rows >= 0) & ~after[slate])
-        if not keep.size:
-            raise ValueError(
-                f"{source.folder}: none of {num_slates} slates is of a user with events in the "
-                "bundle before the held-out ones; a log with hashes of users needs the "
-                "signing_key of the server (RECSERVE_SIGNING_KEY)"
-            )
-        keep = keep[np.lexsort((ranks[keep], slate[keep], times[keep], users[keep]))]
-        starts = np.flatnonzero(np.append(True, slate[keep][1:] != slate[keep][:-1]))
-        owners = users[keep][starts]
-        unknown = np.unique(slate[~known]).size
+        item_ids, positive = pa.array(items.ids), _positive(source)
+        num_slates = num_unknown = num_held_out = 0
+        pieces: list[_Piece] = []
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Buckets(Path(folder), "kept", number := num_parts(source.folder), KEPT)
+            for slates, outcomes in read_parts(source.folder, number):
+                shown = join_outcomes(slates, outcomes, positive)
+                tokens = shown.column("token_id").combine_chunks().dictionary_encode()
+                slate = tokens.indices.to_numpy(zero_copy_only=False)
+                owners = users.find(shown.column("user"))
+                times = shown.column("time").cast(pa.int64()).to_numpy()
+                clicks = shown.column("num_outcomes").to_numpy() > 0
+                late = pc.fill_null(shown.column("first_outcome").cast(pa.int64()), 0).to_numpy()
+                converted = clicks.copy()
+                if settings.conversion_types:
+                    hits = join_outcomes(slates, outcomes, settings.conversion_types)
+                    converted = _conversions(shown, hits)
+                elif settings.conversion_value is not None:
+                    values = pc.fill_null(shown.column("value"), 0.0).to_numpy()
+                    converted = clicks & (values >= settings.conversion_value)
+                known = owners >= 0
+                after = np.zeros(len(tokens.dictionary), bool)
+                after[slate[known & (np.maximum(times, late) >= held[owners])]] = True
+                rows = pc.fill_null(pc.index_in(shown.column("item_id"), item_ids), -1).to_numpy()
+                ranks = shown.column("rank").to_numpy().astype(np.int64)
+                taken = np.zeros(len(after), np.int64)
+                np.maximum.at(taken, slate[clicks], ranks[clicks])
+                looked = ranks <= np.maximum(taken[slate], 1)
+                num_slates += len(after)
+                num_unknown += np.unique(slate[~known]).size
+                num_held_out += int(after.sum())
+                keep = np.flatnonzero(known & (rows >= 0) & ~after[slate])
+                keep = keep[np.lexsort((ranks[keep], slate[keep], times[keep], owners[keep]))]
+                columns = {
+                    "row": rows[keep],
+                    "rank": ranks[keep],
+                    "clicked": clicks[keep],
+                    "converted": converted[keep],
+                    "looked": looked[keep],
+                    "taken_at": late[keep],
+                }
+                kept.add(pa.table(columns).cast(KEPT), np.full(keep.size, len(pieces)))
+                names = np.array([t.encode() for t in tokens.dictionary.to_pylist()], np.bytes_)
+                begun = times[np.unique(slate, return_index=True)[1]]
+                pieces.append(_Piece.of(owners[keep], times[keep], slate[keep], begun, names))
+            if not num_slates:
+                raise ValueError(f"{source.folder}: no slates; expected the folder of a slate log")
+            if not any(piece.sizes.size for piece in pieces):
+                raise ValueError(
+                    f"{source.folder}: none of {num_slates} slates is of a user with events in the "
+                    "bundle before the held-out ones; a log with hashes of users needs the "
+                    "signing_key of the server (RECSERVE_SIGNING_KEY)"
+                )
+            return cls._join(pieces, kept, source, log, (num_slates, num_unknown, num_held_out))
+
+    @classmethod
+    def _join(
+        cls,
+        pieces: list[_Piece],
+        kept: Buckets,
+        source: SlateSource,
+        log: EventLog,
+        counts: tuple[int, int, int],
+    ) -> Impressions:
+        """Returns the slates of all parts by user, time and token."""
+        every = _Piece(*map(np.concatenate, zip(*(vars(p).values() for p in pieces), strict=True)))
+        order = np.lexsort((every.tokens, every.begun, every.times, every.owners))
+        owners, times, tokens = every.owners[order], every.times[order], every.tokens[order]
+        # First item of each piece: in the result by order, and by piece.
+        sizes = every.sizes[order]
+        begins = np.empty(order.size, np.int64)
+        begins[order] = np.cumsum(sizes) - sizes
+        first = np.append(True, tokens[1:] != tokens[:-1])
+        total = int(sizes.sum())
+        rows, ranks, taken_at = (new_array(total, np.int64) for _ in range(3))
+        labels = new_array(2 * total, np.float32).reshape(-1, 2)
+        weights = new_array(total, np.float32)
+        number = 0
+        for part, piece in enumerate(pieces):
+            columns = kept.take(part)
+            own = begins[number : number + piece.sizes.size]
+            number += piece.sizes.size
+            starts = np.cumsum(piece.sizes) - piece.sizes
+            places = np.repeat(own - starts, piece.sizes) + np.arange(len(columns))
+            arrays = {name: columns.column(name).to_numpy() for name in columns.column_names}
+            rows[places], ranks[places] = arrays["row"], arrays["rank"]
+            labels[places, 0], labels[places, 1] = arrays["clicked"], arrays["converted"]
+            weights[places] = np.where(arrays["looked"], 1.0, source.unlooked_weight)
+            taken_at[places] = arrays["taken_at"]
         return cls(
-            np.searchsorted(owners, np.arange(log.num_users + 1)),
-            times[keep][starts],
-            np.append(starts, keep.size),
-            rows[keep],
-            ranks[keep],
-            np.stack([clicks, converted], 1)[keep].astype(np.float32),
-            weights[keep],
-            late[keep],
-            num_slates,
-            unknown,
-            int(after.sum()),
+            np.searchsorted(owners[first], np.arange(log.num_users + 1)),
+            times[first],
+            np.append((np.cumsum(sizes) - sizes)[first], total),
+            rows,
+            ranks,
+            labels,
+            weights,
+            taken_at,
+            *counts,
         )
 
     def explained(self, log: EventLog) -> np.ndarray:
@@ -155,13 +225,22 @@ class Impressions:
 
         As candidates beside sampled items they would teach what was shown first.
         """
-        owners = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
-        users = np.repeat(owners, np.diff(self.starts))
-        hit = self.taken_at > 0
-        taken = np.stack([users[hit], self.rows[hit], self.taken_at[hit]], 1)
-        events = np.stack([log.user_indices(), log.item_rows, log.times], 1)
-        _, where = np.unique(np.concatenate([taken, events]), axis=0, return_inverse=True)
-        return np.isin(where.ravel()[len(taken) :], where.ravel()[: len(taken)])
+        found = np.zeros(log.num_events, bool)
+        cuts = np.searchsorted(log.offsets, [part.start for part in blocks(log.num_events)])
+        for low, high in pairwise(np.unique([*cuts, log.num_users]).tolist()):
+            first, last = self.offsets[[low, high]].tolist()
+            owners = np.repeat(np.arange(low, high), np.diff(self.offsets[low : high + 1]))
+            users = np.repeat(owners, np.diff(self.starts[first : last + 1]))
+            items = slice(int(self.starts[first]), int(self.starts[last]))
+            hit = self.taken_at[items] > 0
+            taken = np.stack([users[hit], self.rows[items][hit], self.taken_at[items][hit]], 1)
+            own = slice(int(log.offsets[low]), int(log.offsets[high]))
+            user = np.repeat(np.arange(low, high), np.diff(log.offsets[low : high + 1]))
+            events = np.stack([user, log.item_rows[own], log.times[own]], 1)
+            _, where = np.unique(np.concatenate([taken, events]), axis=0, return_inverse=True)
+            where = where.ravel()
+            found[own] = np.isin(where[len(taken) :], where[: len(taken)])
+        return found
 
     def between(self, user: int, first_us: int, last_us: int) -> np.ndarray:
         """Returns the slates of a user from a time on, and before another."""
@@ -201,28 +280,73 @@ class BiasedRanker(nn.Module):
         return BIAS_RATE * found * (ranks > 0)[:, None]
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """The slates of a part of the log, by user, time and token.
+
+    Attributes:
+        owners: [s] user of each.
+        times: [s] int64 time of each.
+        begun: [s] int64 first time of each token in the log.
+        tokens: [s] token of each, in UTF-8.
+        sizes: [s] number of its items.
+    """
+
+    owners: np.ndarray
+    times: np.ndarray
+    begun: np.ndarray
+    tokens: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        owners: np.ndarray,
+        times: np.ndarray,
+        slate: np.ndarray,
+        begun: np.ndarray,
+        tokens: np.ndarray,
+    ) -> _Piece:
+        """Returns the slates of sorted items; `begun` and `tokens` are by number in `slate`."""
+        new = np.ones(slate.size, bool)
+        new[1:] = (
+            (slate[1:] != slate[:-1]) | (times[1:] != times[:-1]) | (owners[1:] != owners[:-1])
+        )
+        starts = np.flatnonzero(new)
+        sizes = np.diff(np.append(starts, slate.size))
+        number = slate[starts]
+        return cls(owners[starts], times[starts], begun[number], tokens[number], sizes)
+
+
 def _positive(source: SlateSource) -> list[str]:
     """Returns the types of the log's outcomes that say that a user wants an item."""
-    names = read_log(source.folder, "outcomes").column("type").unique().to_pylist()
+    names = dict[str | None, None]()
+    for table in read_files(source.folder, "outcomes"):
+        names |= dict.fromkeys(table.column("type").unique().to_pylist())
     return [name for name in names if name and source.kinds.kind(name) == "positive"]
 
 
-def _conversions(source: SlateSource, shown: pa.Table, types: tuple[str, ...]) -> np.ndarray:
-    """Returns [n] bool, True for shown items with an outcome of these types."""
+def _conversions(shown: pa.Table, hits: pa.Table) -> np.ndarray:
+    """Returns [n] bool, True for shown items that have an outcome in `hits`."""
     keys = ["token_id", "item_id"]
-    hits = shown_items(source.folder, types)
     hits = hits.filter(pc.greater(hits.column("num_outcomes"), 0)).select(keys)
     of = [pc.binary_join_element_wise(*(t.column(k) for k in keys), " ") for t in (shown, hits)]
     return np.asarray(pc.is_in(of[0], value_set=of[1].combine_chunks()).to_numpy())
 
 
-def _users(column: pa.ChunkedArray, log: EventLog, signer: Signer | None) -> np.ndarray:
-    """Returns [n] int64 user of each row in the event log, -1 for none."""
-    numbers = {user_id: number for number, user_id in enumerate(log.user_ids)}
-    if signer is not None:
-        numbers |= {signer.user(user_id): n for n, user_id in enumerate(log.user_ids)}
-    coded = column.combine_chunks().dictionary_encode()
-    table = [numbers.get(name, -1) for name in coded.dictionary.to_pylist()]
-    codes = pc.fill_null(coded.indices, len(table)).to_numpy(zero_copy_only=False)
-    found = np.array([*table, -1], np.int64)[codes]
-    return np.asarray(np.where((found >= 0) & (log.lengths()[found] > 0), found, -1))
+class _Users:
+    """The users of an event log by their names in a slate log."""
+
+    def __init__(self, log: EventLog, signer: Signer | None) -> None:
+        self._numbers = {user_id: number for number, user_id in enumerate(log.user_ids)}
+        if signer is not None:
+            self._numbers |= {signer.user(user_id): n for n, user_id in enumerate(log.user_ids)}
+        self._has_events = log.lengths() > 0
+
+    def find(self, column: pa.ChunkedArray) -> np.ndarray:
+        """Returns [n] int64 user of each row in the event log, -1 for none."""
+        coded = column.combine_chunks().dictionary_encode()
+        table = [self._numbers.get(name, -1) for name in coded.dictionary.to_pylist()]
+        codes = pc.fill_null(coded.indices, len(table)).to_numpy(zero_copy_only=False)
+        found = np.array([*table, -1], np.int64)[codes]
+        return np.asarray(np.where((found >= 0) & self._has_events[found], found, -1))
