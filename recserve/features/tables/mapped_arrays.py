@@ -29,8 +29,9 @@ def temporary_files() -> Iterator[None]:
         yield
     except OSError as error:
         raise NoRoomError(
-            f"{tempfile.gettempdir()}: events that do not fit into memory cannot be written here "
-            f"({error.strerror or error}); set TMPDIR to a folder with 60 bytes for each event"
+            f"{tempfile.gettempdir()}: data that does not fit into memory cannot be written here "
+            f"({error.strerror or error}); set TMPDIR to a folder with room, such as 60 bytes for "
+            "each event"
         ) from error
 
 

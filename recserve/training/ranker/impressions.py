@@ -115,75 +115,27 @@ class Impressions:
         """
         if not log.has_timestamps:
             raise ValueError("events have positions only; a slate log needs events with timestamps")
-        users = _Users(log, source.signer)
-        held = np.full(log.num_users, np.iinfo(np.int64).max)
-        enough = log.lengths() >= 3
-        held[enough] = log.times[log.offsets[1:][enough] - 2]
-        item_ids, positive = pa.array(items.ids), _positive(source)
-        num_slates = num_unknown = num_held_out = 0
-        pieces: list[_Piece] = []
+        reading = _Reading(source, log, items, settings)
         with tempfile.TemporaryDirectory() as folder:
             kept = Buckets(Path(folder), "kept", number := num_parts(source.folder), KEPT)
-            for slates, outcomes in read_parts(source.folder, number):
-                shown = join_outcomes(slates, outcomes, positive)
-                tokens = shown.column("token_id").combine_chunks().dictionary_encode()
-                slate = tokens.indices.to_numpy(zero_copy_only=False)
-                owners = users.find(shown.column("user"))
-                times = shown.column("time").cast(pa.int64()).to_numpy()
-                clicks = shown.column("num_outcomes").to_numpy() > 0
-                late = pc.fill_null(shown.column("first_outcome").cast(pa.int64()), 0).to_numpy()
-                converted = clicks.copy()
-                if settings.conversion_types:
-                    hits = join_outcomes(slates, outcomes, settings.conversion_types)
-                    converted = _conversions(shown, hits)
-                elif settings.conversion_value is not None:
-                    values = pc.fill_null(shown.column("value"), 0.0).to_numpy()
-                    converted = clicks & (values >= settings.conversion_value)
-                known = owners >= 0
-                after = np.zeros(len(tokens.dictionary), bool)
-                after[slate[known & (np.maximum(times, late) >= held[owners])]] = True
-                rows = pc.fill_null(pc.index_in(shown.column("item_id"), item_ids), -1).to_numpy()
-                ranks = shown.column("rank").to_numpy().astype(np.int64)
-                taken = np.zeros(len(after), np.int64)
-                np.maximum.at(taken, slate[clicks], ranks[clicks])
-                looked = ranks <= np.maximum(taken[slate], 1)
-                num_slates += len(after)
-                num_unknown += np.unique(slate[~known]).size
-                num_held_out += int(after.sum())
-                keep = np.flatnonzero(known & (rows >= 0) & ~after[slate])
-                keep = keep[np.lexsort((ranks[keep], slate[keep], times[keep], owners[keep]))]
-                columns = {
-                    "row": rows[keep],
-                    "rank": ranks[keep],
-                    "clicked": clicks[keep],
-                    "converted": converted[keep],
-                    "looked": looked[keep],
-                    "taken_at": late[keep],
-                }
-                kept.add(pa.table(columns).cast(KEPT), np.full(keep.size, len(pieces)))
-                names = np.array([t.encode() for t in tokens.dictionary.to_pylist()], np.bytes_)
-                begun = times[np.unique(slate, return_index=True)[1]]
-                pieces.append(_Piece.of(owners[keep], times[keep], slate[keep], begun, names))
+            for part, rows in enumerate(read_parts(source.folder, number)):
+                items_of_part = reading.read(*rows)
+                kept.add(items_of_part, np.full(len(items_of_part), part))
+            num_slates = reading.num_slates
             if not num_slates:
                 raise ValueError(f"{source.folder}: no slates; expected the folder of a slate log")
-            if not any(piece.sizes.size for piece in pieces):
+            if not any(piece.sizes.size for piece in reading.pieces):
                 raise ValueError(
                     f"{source.folder}: none of {num_slates} slates is of a user with events in the "
                     "bundle before the held-out ones; a log with hashes of users needs the "
                     "signing_key of the server (RECSERVE_SIGNING_KEY)"
                 )
-            return cls._join(pieces, kept, source, log, (num_slates, num_unknown, num_held_out))
+            return cls._join(reading, kept)
 
     @classmethod
-    def _join(
-        cls,
-        pieces: list[_Piece],
-        kept: Buckets,
-        source: SlateSource,
-        log: EventLog,
-        counts: tuple[int, int, int],
-    ) -> Impressions:
+    def _join(cls, reading: _Reading, kept: Buckets) -> Impressions:
         """Returns the slates of all parts by user, time and token."""
+        pieces = reading.pieces
         every = _Piece(*map(np.concatenate, zip(*(vars(p).values() for p in pieces), strict=True)))
         order = np.lexsort((every.tokens, every.begun, every.times, every.owners))
         owners, times, tokens = every.owners[order], every.times[order], every.tokens[order]
@@ -206,10 +158,10 @@ class Impressions:
             arrays = {name: columns.column(name).to_numpy() for name in columns.column_names}
             rows[places], ranks[places] = arrays["row"], arrays["rank"]
             labels[places, 0], labels[places, 1] = arrays["clicked"], arrays["converted"]
-            weights[places] = np.where(arrays["looked"], 1.0, source.unlooked_weight)
+            weights[places] = np.where(arrays["looked"], 1.0, reading.source.unlooked_weight)
             taken_at[places] = arrays["taken_at"]
         return cls(
-            np.searchsorted(owners[first], np.arange(log.num_users + 1)),
+            np.searchsorted(owners[first], np.arange(reading.log.num_users + 1)),
             times[first],
             np.append((np.cumsum(sizes) - sizes)[first], total),
             rows,
@@ -217,7 +169,9 @@ class Impressions:
             labels,
             weights,
             taken_at,
-            *counts,
+            reading.num_slates,
+            reading.num_unknown,
+            reading.num_held_out,
         )
 
     def explained(self, log: EventLog) -> np.ndarray:
@@ -316,6 +270,62 @@ class _Piece:
         sizes = np.diff(np.append(starts, slate.size))
         number = slate[starts]
         return cls(owners[starts], times[starts], begun[number], tokens[number], sizes)
+
+
+class _Reading:
+    """Reads the parts of a slate log.
+
+    Attributes:
+        pieces: The slates that are used, by part.
+        num_slates: As of Impressions, so far; so are the next two.
+    """
+
+    def __init__(
+        self, source: SlateSource, log: EventLog, items: ItemTable, settings: RankingSettings
+    ) -> None:
+        self.source, self.log, self.settings = source, log, settings
+        self.pieces: list[_Piece] = []
+        self.num_slates = self.num_unknown = self.num_held_out = 0
+        self._users, self._item_ids = _Users(log, source.signer), pa.array(items.ids)
+        self._positive = _positive(source)
+        self._held = np.full(log.num_users, np.iinfo(np.int64).max)
+        enough = log.lengths() >= 3
+        self._held[enough] = log.times[log.offsets[1:][enough] - 2]
+
+    def read(self, slates: pa.Table, outcomes: pa.Table) -> pa.Table:
+        """Returns the shown items of a part that are used, by user, time and slate; notes these."""
+        shown = join_outcomes(slates, outcomes, self._positive)
+        tokens = shown.column("token_id").combine_chunks().dictionary_encode()
+        slate = tokens.indices.to_numpy(zero_copy_only=False)
+        users = self._users.find(shown.column("user"))
+        times = shown.column("time").cast(pa.int64()).to_numpy()
+        clicks = shown.column("num_outcomes").to_numpy() > 0
+        late = pc.fill_null(shown.column("first_outcome").cast(pa.int64()), 0).to_numpy()
+        converted = clicks.copy()
+        if self.settings.conversion_types:
+            hits = join_outcomes(slates, outcomes, self.settings.conversion_types)
+            converted = _conversions(shown, hits)
+        elif self.settings.conversion_value is not None:
+            values = pc.fill_null(shown.column("value"), 0.0).to_numpy()
+            converted = clicks & (values >= self.settings.conversion_value)
+        known = users >= 0
+        after = np.zeros(len(tokens.dictionary), bool)
+        after[slate[known & (np.maximum(times, late) >= self._held[users])]] = True
+        rows = pc.fill_null(pc.index_in(shown.column("item_id"), self._item_ids), -1).to_numpy()
+        ranks = shown.column("rank").to_numpy().astype(np.int64)
+        taken = np.zeros(len(after), np.int64)
+        np.maximum.at(taken, slate[clicks], ranks[clicks])
+        looked = ranks <= np.maximum(taken[slate], 1)
+        self.num_slates += len(after)
+        self.num_unknown += np.unique(slate[~known]).size
+        self.num_held_out += int(after.sum())
+        keep = np.flatnonzero(known & (rows >= 0) & ~after[slate])
+        keep = keep[np.lexsort((ranks[keep], slate[keep], times[keep], users[keep]))]
+        names = np.array([text.encode() for text in tokens.dictionary.to_pylist()], np.bytes_)
+        begun = times[np.unique(slate, return_index=True)[1]]
+        self.pieces.append(_Piece.of(users[keep], times[keep], slate[keep], begun, names))
+        columns = (rows, ranks, clicks, converted, looked, late)
+        return pa.table([one[keep] for one in columns], KEPT.names).cast(KEPT)
 
 
 def _positive(source: SlateSource) -> list[str]:
