@@ -68,26 +68,9 @@ class ConstrainedDraft:
     rows: tuple[int, ...]
     late: Matcher | None = None
 
-    def first(self, count: int) -> ConstrainedDraft:
-        """Returns the first nodes, for a text that has no pages for more.
-
-        How many there are must not depend on drawn tokens, for rules that compare them with the
-        target: so not all nodes are left out.
-        """
-        whole = self.draft
-        parents, kinds = whole.parents[:count], whole.kinds
-        depths: list[int] = []
-        for parent in parents.tolist():
-            depths.append(1 if parent == ROOT else 1 + depths[parent])
-        draft = TextDraft(
-            whole.tokens[:count],
-            parents,
-            max(depths, default=0),
-            probs=None if whole.probs is None else whole.probs[:count],
-            kinds=None if kinds is None else kinds[:count],
-            candidate_depth=None if kinds is None else _levels(depths, kinds.tolist()),
-        )
-        return replace(self, draft=draft, origins=self.origins[:count], rows=self.rows[: 1 + count])
+    def without_draft(self) -> ConstrainedDraft:
+        """Returns only what may follow node 0, for a text that has no pages for its draft."""
+        return replace(self, draft=empty_draft(), origins=(), rows=self.rows[:1])
 
     def accepted(self, path: Seq[int]) -> tuple[int, ...]:
         """Returns the accepted nodes of `proposed`.

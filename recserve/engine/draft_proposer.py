@@ -163,13 +163,13 @@ class DraftProposer:
         """
         depths: dict[str, int] = {}
         if self.policy.has_cost and texts:
-            free = [s for s in texts if not _shapes_the_text(s)]
+            free = [s for s in texts if not shapes_the_text(s)]
             counts = Counter([s.request.speculation.drafter for s in free])
             depths = self.policy.depths(counts, num_texts, prefill)
         calls: dict[int, tuple[list[TextSequence], list[Budget]]] = {}
         for sequence in texts:
             budget = most = sequence.budget(self.draft_nodes)
-            if not _shapes_the_text(sequence):
+            if not shapes_the_text(sequence):
                 name = sequence.request.speculation.drafter
                 budget = self._as_deep_as_pays(name, depths.get(name), most)
             sequence.paused = bool(most.num_nodes and not budget.num_nodes)
@@ -283,7 +283,7 @@ class DraftProposer:
         return failed
 
 
-def _shapes_the_text(sequence: TextSequence) -> bool:
+def shapes_the_text(sequence: TextSequence) -> bool:
     """Returns whether drafts influence the text, by its rule: then they are always made."""
     request = sequence.request
     rule = verifiers()[request.speculation.verifier]

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from recserve.drafters.registry import check_speculation
 from recserve.engine.capture import GraphSet, PrefillGraphs
 from recserve.engine.constrained_drafts import UNKNOWN, ConstrainedDraft, constrain, fill_late
 from recserve.engine.draft_graph import DraftGraphs
-from recserve.engine.draft_proposer import DraftProposer, Refusal
+from recserve.engine.draft_proposer import DraftProposer, Refusal, shapes_the_text
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.runner import Runner
 from recserve.engine.scheduler import Chunk, Scheduler, service_order
@@ -167,6 +167,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self.prefills: PrefillGraphs | None = None
         self._earliest_s = math.inf  # no text has an earlier deadline
         self._nonfinite: list[TextSequence] = []  # prompts with states that are not finite
+        self._limited: list[TextSequence] = []  # texts with a limited room in this step
         self._constrains = False  # whether an admitted text may have a constraint
         self._filled: Future[None] | None = None  # when the last masks are filled
         self._text_groups = TextGroups(runner.pool.keys.device, together=graphs is not None)
@@ -451,25 +452,55 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         if parts:
             rows = {part.sequence: part.size for part in parts}
             stepping = [s for s in self.running if s.missing == rows.get(s, 0)]
+        self._limit_drafts(stepping)
         drafts, refusals = self._proposer.propose(stepping, sum(part.size for part in parts))
         constrained = self._constrain(drafts, refusals) if self._constrains else None
         if len(drafts) < len(stepping):
             stepping = [s for s in stepping if s in drafts]
             self._end(refusals)
-        for sequence in self._proposer.called:
-            needed = sequence.length + drafts[sequence].num_nodes
-            if not self._grow(sequence, needed):
-                drafts[sequence] = empty_draft()
+        self._grow_for(drafts, constrained or {})
         if not constrained:
             return self._text_groups.of(stepping, drafts)
-        for sequence, own in constrained.items():
-            if not self._grow(sequence, sequence.length + own.draft.num_nodes):
-                constrained[sequence] = own = own.first(sequence.capacity - sequence.length)
-            drafts[sequence] = own.draft
         late = [own for own in constrained.values() if own.late is not None]
         self._filled = self._filler.submit(fill_late, late) if late else None
         groups = self._text_groups.of(stepping, drafts)
         return [group.constrained(constrained, self._filled) for group in groups]
+
+    def _limit_drafts(self, texts: Seq[TextSequence]) -> None:
+        """Limits drafts that influence their texts, if pages may be lacking, before they are drawn.
+
+        What is drawn decides how large such a draft is. If the room depended on its size, tokens
+        that are drawn in small drafts would be tried more often, and the text would not have the
+        target's distribution. So these texts share the free pages equally, and take theirs before
+        other texts.
+        """
+        for text in self._limited:
+            text.room = None
+        self._limited.clear()
+        free, page_size = self.kv.num_available, self.kv.page_size
+        if free >= len(texts) * self.kv.pages_of(self.limits.draft_nodes):
+            return
+        self._limited += [text for text in texts if shapes_the_text(text)]
+        for place, text in enumerate(self._limited):
+            pages = (free - place - 1) // len(self._limited) + 1  # sums up to all of them
+            text.room = text.capacity + pages * page_size - text.length
+
+    def _grow_for(
+        self,
+        drafts: dict[TextSequence, TextDraft],
+        constrained: dict[TextSequence, ConstrainedDraft],
+    ) -> None:
+        """Gives texts pages for their drafts, or leaves a draft out if no page is free."""
+        texts: Collection[TextSequence] = self._proposer.called
+        if constrained or self._limited:
+            texts = dict.fromkeys([*self._limited, *texts, *constrained])
+        for text in texts:
+            draft = drafts.get(text)
+            if draft is None or self._grow(text, text.length + draft.num_nodes):
+                continue
+            drafts[text] = empty_draft()
+            if text in constrained:
+                constrained[text] = constrained[text].without_draft()
 
     def _constrain(
         self, drafts: dict[TextSequence, TextDraft], refusals: list[Refusal]

@@ -37,6 +37,7 @@ class TextSequence(Sequence):
         context: The tokens and parameters that drafters see.
         limit: Most committed tokens that the model's positions allow.
         capacity: Number of slots of its pages.
+        room: Most nodes of a draft that find pages in this step. None: it is not limited.
         waits: Whether another text is computing this text's beginning.
         last_hidden: As in `Sequence`. The next step may overwrite it.
         states: [m, F] what the drafter reads of the last m computed tokens, or where it lies. None
@@ -57,6 +58,7 @@ class TextSequence(Sequence):
     drafter: Drafter
     limit: int
     capacity: int = 0
+    room: int | None = None
     waits: bool = False
     states: Tensor | StateRows | None = None
     num_read: int = 0
@@ -159,6 +161,8 @@ class TextSequence(Sequence):
         """Returns the budget of a draft. `most` limits its nodes if the request does not."""
         wanted = self.request.speculation.num_tokens
         nodes = most if wanted is None else min(wanted, most)
+        if self.room is not None:
+            nodes = min(nodes, self.room)
         left = self.end - len(self.context.tokens) - 1
         # A draft of n nodes has at most n levels.
         return Budget(nodes, min(left, nodes)) if left > 0 else NO_BUDGET

@@ -69,14 +69,14 @@ PARAMETERS = {
 SPREAD = ("top-k", "min-p", "frequency", "min-tokens", "everything")
 
 
-def engine_for(model, pages: int = 200, drafters=None, **config) -> Engine:
-    """Returns an engine for a model with `pages` pages of 4 slots. It always drafts."""
+def engine_for(model, pages: int = 200, drafters=None, page_size: int = 4, **config) -> Engine:
+    """Returns an engine for a model with `pages` pages of `page_size` slots. It always drafts."""
     decoder = model.config.decoder
     shapes = [KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)]
     shapes += [d.kv_shape for d in (drafters or {}).values() if d.kv_shape is not None]
     slot = sum(shape.slot_bytes(torch.float32) for shape in shapes)
     config = {"load_aware": False} | config
-    sizes = EngineConfig(page_size=4, kv_bytes=pages * 4 * slot, **config)
+    sizes = EngineConfig(page_size=page_size, kv_bytes=pages * page_size * slot, **config)
     return build_engine(EngineModels(text=model, drafters=drafters), sizes)
 
 

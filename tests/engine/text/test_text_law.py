@@ -3,6 +3,8 @@
 Beside other work too: text and recommendations through one engine.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,9 @@ from recserve.speculation.completion import TextQuery
 from recserve.speculation.draft import TextDraft
 from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.grids import chosen
 from tests.support.reference_models import history, recommender
+from tests.support.text_engines import engine_for
 from tests.support.text_plain import VOCABULARY, drawn_model, last_logits, processed
 
 KEPT = (1, 4, 9, 20)
@@ -95,28 +99,32 @@ def test_law_of_the_text(rule, drawing, texts):
     enough are expected of each.
     """
     model = drawn_model(1, spread=0.5)
-    prompt, length = np.array([3, 7, 1]), 3
+    prompt = np.array([3, 7, 1])
     drafter = DrawingDrafter("chain" if drawing == "lying" else drawing, drawing != "lying")
     engine = build_engine(
         EngineModels(text=model, drafters={"drawn": drafter}),
         EngineConfig(kv_bytes=8 * 2**20, load_aware=False),
     )
-    fields = {"max_tokens": length, "logit_bias": ONLY}
+    fields = {"max_tokens": 3, "logit_bias": ONLY}
     requests = [
         TextQuery(prompt, SamplingParams(seed=seed, **fields), Speculation("drawn", rule))
         for seed in range(texts)
     ]
     answers = engine.run_many(requests)
-    counts = np.zeros((4, 4, 4))
-    for answer in answers:
-        counts[tuple(KEPT.index(t) for t in answer.tokens)] += 1
     assert sum(a.counts.num_accepted_tokens for a in answers) > texts / 4
-    expected = np.zeros((4, 4, 4))
-    params = SamplingParams(**fields)
+    p_value = chance(model, prompt, answers, SamplingParams(**fields))
+    assert (p_value < 1e-6) if drawing == "lying" else (p_value > 1e-6)
+
+
+def chance(model, prompt, answers, params):
+    """Returns the p-value of texts by their first 3 tokens; few texts are compared by two."""
+    counts, expected = np.zeros((4, 4, 4)), np.zeros((4, 4, 4))
+    for answer in answers:
+        counts[tuple(KEPT.index(t) for t in answer.tokens[:3])] += 1
 
     def fill(place, mass):
         tokens = [*prompt.tolist(), *(KEPT[i] for i in place)]
-        if len(place) == length:
+        if len(place) == 3:
             expected[place] = mass
             return
         with torch.inference_mode():
@@ -125,13 +133,78 @@ def test_law_of_the_text(rule, drawing, texts):
         for i in range(4):
             fill((*place, i), mass * float(p[i]))
 
-    fill((), texts)
-    if texts < 1000:
+    fill((), len(answers))
+    if len(answers) < 1000:
         counts, expected = counts.sum(2), expected.sum(2)
     assert expected.min() > 1
     statistic = ((counts - expected) ** 2 / expected).sum()
-    p_value = stats.chi2.sf(statistic, counts.size - 1)
-    assert (p_value < 1e-6) if drawing == "lying" else (p_value > 1e-6)
+    return stats.chi2.sf(statistic, counts.size - 1)
+
+
+class SwellingDrafter(DrawingDrafter):
+    """Draws one of two tokens. As many as the budget allows follow the one, and none the other.
+
+    With `multi_step` the first token has a sibling behind them.
+    """
+
+    always_draws = True
+
+    def q(self, depth):
+        q = torch.zeros(VOCABULARY)
+        q[[KEPT[depth % 2], KEPT[3]]] = 0.5
+        return q
+
+    def _one(self, context, budget):
+        random = torch.Generator().manual_seed(hash((context.params.seed, len(context.tokens))))
+        sibling = context.speculation.verifier == "multi_step" and budget.num_nodes > 1
+        rows = [self.q(0)][: budget.num_nodes]
+        tokens = [int(q.multinomial(1, generator=random)) for q in rows]
+        if tokens and tokens[0] in KEPT[:2]:
+            deepest = min(budget.depth, budget.num_nodes - sibling)
+            rows += [self.q(depth) for depth in range(1, deepest)]
+        parents = [*range(-1, len(rows) - 1)]
+        depth = len(rows)
+        if sibling:
+            rows, parents = [*rows, self.q(0)], [*parents, -1]
+        tokens += [int(q.multinomial(1, generator=random)) for q in rows[1:]]
+        probs = torch.stack(rows) if rows else torch.zeros(0, VOCABULARY)
+        index = torch.tensor(parents, dtype=torch.int64)
+        return TextDraft(torch.tensor(tokens, dtype=torch.int64), index, depth, probs)
+
+
+@pytest.mark.parametrize("pool", chosen({"7-4": (7, 4), "4-8": (4, 8)}, "4-8"))
+@pytest.mark.parametrize("rule", chosen(["rejection", "multi_step", "block"], "multi_step"))
+def test_law_where_pages_are_lacking(rule, pool):
+    """Chi-square, alpha = 1e-6. How large a draft is depends on what is drawn, and the pages of the
+    pool hold a few texts, but not their large drafts.
+    """
+    model, prompt = drawn_model(1, spread=0.5), np.array([3, 7, 1])
+    params = SamplingParams(max_tokens=20, logit_bias=ONLY)
+    engine = engine_for(model, pool[0], {"own": SwellingDrafter("chain")}, pool[1])
+    answers = engine.run_many(
+        [
+            TextQuery(
+                prompt,
+                replace(params, seed=seed),
+                Speculation("own", rule),
+                on_commit=until_three_tokens(),
+            )
+            for seed in range(300)
+        ]
+    )
+    assert sum(a.counts.num_accepted_tokens for a in answers) > 50
+    assert chance(model, prompt, answers, params) > 1e-6
+
+
+def until_three_tokens():
+    """Returns a listener that ends a text once it has three tokens."""
+    tokens = []
+
+    def listen(commit):
+        tokens.extend(commit.tokens)
+        return len(tokens) >= 3
+
+    return listen
 
 
 def test_text_and_recommendations_share_the_engine():
