@@ -64,7 +64,8 @@ def engine_with(model, drafter, recorder, pages, texts=(4,), steps=()):
 
 
 def note_drafts(engine):
-    """Returns a dictionary that receives each filled proposal, by its text's number and tokens.
+    """Returns a dictionary that receives each filled proposal, by its text's number and tokens,
+    and by its size, which depends on the free pages under rules that read draft probabilities.
 
     With a proposal come the drafter's keys of all committed tokens.
     """
@@ -76,7 +77,7 @@ def note_drafts(engine):
         for text, draft in drafts.items():
             if len(draft):
                 slots, pool = text.context.slots[1 : text.length], text.drafter.pool
-                key = text.context.id, tuple(text.context.tokens)
+                key = text.context.id, tuple(text.context.tokens), len(draft)
                 nodes = list(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True))
                 found[key] = nodes, pool.keys[:, slots].clone()
         return drafts, refusals
