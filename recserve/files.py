@@ -314,6 +314,18 @@ def whole_file(path: Path, shared: bool = False) -> Iterator[Path]:
     sync(path.parent)
 
 
+def set_aside(path: Path) -> Path:
+    """Renames a file that cannot be used, and returns its new path. Raises OSError.
+
+    The name ends in `.old`, or in `.old2` and so on where an earlier one has that name.
+    """
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old{number if number > 1 else ''}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
 def sync(path: Path) -> None:
     """Waits until a file's content, or a folder's list of files, is on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -45,6 +45,7 @@ ITEM_GRAPH = "item_graph.safetensors"  # in recommender/
 MODELS = ("recommender", "retriever", "ranker", "sasrec")
 DRAFTERS = ("drafters/nezha", "drafters/speculative")
 SIMILAR_ITEMS = "similar"
+SECTIONS = ("build", *MODELS, *DRAFTERS, SIMILAR_ITEMS)
 CATALOG_FILES = (CATALOG, VECTORS)
 QUANTIZER_FILES = ("config.json", "quantizer.safetensors")
 TEXT_FILES = (f"{TEXT}/terms.json", f"{TEXT}/text.safetensors")
@@ -229,6 +230,11 @@ class Manifest:
         for name, entry in raw["files"].items():
             files[name] = _entry(name, entry)
         for section, values in sections.items():
+            if section not in SECTIONS:
+                raise BundleError(
+                    f"{MANIFEST}: section {section[:80]!r} is unknown; another version of recserve "
+                    f"wrote it. Known are {', '.join(SECTIONS)}"
+                )
             _check_settings(section, values)
         return Manifest(versions[1], files, sections)
 
@@ -484,12 +490,12 @@ class Bundle:
         Hidden files and files or folders named `checkpoint*` stay outside the manifest.
 
         Args:
-            section: `build` hashes every file; the name of a model or drafter hashes its folder.
+            section: One of SECTIONS. `build` hashes every file; the name of a model or drafter
+                hashes its folder.
             values: Contents of the section.
         """
-        known = ("build", *MODELS, *DRAFTERS, SIMILAR_ITEMS)
-        if section not in known:
-            raise ValueError(f"section is {section!r}; expected one of {', '.join(known)}")
+        if section not in SECTIONS:
+            raise ValueError(f"section is {section!r}; expected one of {', '.join(SECTIONS)}")
         files = {
             name: entry
             for name, entry in self.manifest.files.items()

@@ -103,8 +103,9 @@ def back_up(server: StateFolders, out: Path) -> Backup:
     for folder in (copy.history, copy.items, copy.experiments):
         folder.mkdir(parents=True)
     num_keys = copy_store(server.history, copy.history)
-    # Counts of other settings, which the server has put aside.
-    _copy_files(server.experiments, copy.experiments, f"[!.]*{SUFFIX}.old")
+    # Counts that the server has set aside: of other settings, or damaged ones.
+    _copy_files(server.experiments, copy.experiments, f"[!.]*{SUFFIX}.old*")
+    _copy_files(server.history, copy.history, f"{POPULARITY}.old*")
     return Backup(
         num_keys,
         bool(_copy_files(server.history, copy.history, POPULARITY)),

@@ -22,7 +22,7 @@ import numpy as np
 from recserve.experiments.assignment import ArmSplit
 from recserve.experiments.conversions import NUM_BUCKETS, RateSums
 from recserve.experiments.latencies import NUM_LATENCIES, Ints, Percentile, percentile
-from recserve.experiments.saved_counts import SavedArm, SavedExperiment
+from recserve.experiments.saved_counts import OtherSettings, SavedArm, SavedExperiment
 from recserve.experiments.settings import (
     ArmFields,
     ArmSettings,
@@ -461,12 +461,15 @@ class Experiment:
         """Continues the counts and the status of an earlier process.
 
         Raises:
-            ValueError: If arms, weights, seed or goals differ from those of the counts.
+            OtherSettings: If arms, weights, seed or goals differ from those of the counts.
+            ValueError: If the counts are damaged. They are not used then.
         """
         if saved.settings != self.settings_hash():
-            raise ValueError("the counts belong to other arms, weights, goals or another seed")
+            raise OtherSettings("the counts belong to other arms, weights, goals or another seed")
         counts, before = self._new_counts(), self._new_counts()
         for arm, one in zip(self.arms, saved.arms, strict=True):
+            if one.name != arm.name or one.events.keys() != set(counts.goals):
+                raise ValueError(f"arms: expected {arm.name} with {', '.join(counts.goals)}")
             number = arm.number
             counts.results[number] = one.requests, one.errors, one.empty
             before.results[number] = one.before

@@ -6,14 +6,13 @@ import fcntl
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Annotated, Protocol
 
 import msgspec
 
-from recserve.files import check_format, whole_file
+from recserve.files import UnreadableFile, check_format, read_bytes, set_aside, whole_file
 from recserve.schemas.experiments import FirstVerdict, Status
 
 log = logging.getLogger(__name__)
@@ -21,6 +20,8 @@ log = logging.getLogger(__name__)
 FORMAT = "recserve-experiment/1"
 SAVE_S = 10.0
 SUFFIX = ".counts"
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class SavedArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,13 +41,13 @@ class SavedArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    requests: int
-    errors: int
-    empty: int
+    requests: Count
+    errors: Count
+    empty: Count
     answers: bytes
     events: dict[str, bytes]
-    other_events: int
-    before: tuple[int, int, int]
+    other_events: Count
+    before: tuple[Count, Count, Count]
     latencies: bytes
     before_latencies: bytes
 
@@ -74,15 +75,19 @@ class SavedExperiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     settings: str
-    ran_s: float
+    ran_s: Seconds
     arms: list[SavedArm]
     seen: list[int]
     status: Status = "running"
     reason: str | None = None
     breach: tuple[str, str] | None = None
-    started_us: int = 0
+    started_us: Count = 0
     first_verdicts: dict[str, FirstVerdict] = {}
     format: str = FORMAT
+
+
+class OtherSettings(ValueError):
+    """The counts belong to an experiment with other settings."""
 
 
 class Saves(Protocol):
@@ -103,7 +108,12 @@ class Saves(Protocol):
         """Looks for a first verdict, and passes the present state to `keep`. Raises OSError."""
 
     def restore(self, saved: SavedExperiment) -> None:
-        """Continues counts. Raises ValueError if they do not fit the settings."""
+        """Continues counts.
+
+        Raises:
+            OtherSettings: If they belong to other settings.
+            ValueError: If they are damaged.
+        """
 
 
 class SavedCounts:
@@ -126,7 +136,8 @@ class SavedCounts:
 
         Raises:
             OSError: If the folder or a file in it cannot be used.
-            UnreadableFile: If another version of recserve wrote a file.
+            UnreadableFile: If a file is damaged, or another version of recserve wrote it. An
+                experiment that was stopped does not begin again for that.
         """
         self.folder = folder
         self._experiments = list(experiments)
@@ -174,15 +185,22 @@ class SavedCounts:
     def _restore(self, one: Saves, path: Path) -> None:
         if not path.exists():
             return
-        content = path.read_bytes()
-        with suppress(msgspec.DecodeError):  # damage is put aside below
-            version = msgspec.msgpack.decode(content, type=_Version).format
-            check_format(version, FORMAT, path)
+        content = read_bytes(path)
         try:
+            check_format(msgspec.msgpack.decode(content, type=_Version).format, FORMAT, path)
             one.restore(msgspec.msgpack.decode(content, type=SavedExperiment))
+        except UnreadableFile:
+            raise
+        except OtherSettings as error:
+            log.warning(
+                "experiment %s counts from zero: %s: %s; they are now in %s",
+                one.name, path, error, set_aside(path),
+            )  # fmt: skip
         except (msgspec.DecodeError, ValueError) as error:
-            log.warning("experiment %s counts from zero: %s: %s", one.name, path, error)
-            path.replace(path.with_name(f"{path.name}.old"))
+            raise UnreadableFile(
+                f"{path} is damaged: {error}; put back a copy of it, or move it away so that the "
+                f"experiment {one.name} runs and counts from zero"
+            ) from None
         else:
             log.info("experiment %s continues the counts of %s", one.name, path)
 

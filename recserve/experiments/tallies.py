@@ -255,7 +255,14 @@ def to_bytes(sums: Ints) -> bytes:
 
 
 def from_bytes(content: bytes, size: int) -> Ints:
-    """Returns what `to_bytes` wrote. Raises ValueError if there are not so many numbers."""
+    """Returns the counts that `to_bytes` wrote.
+
+    Raises:
+        ValueError: If there are not so many, or one is negative.
+    """
     if len(content) != 8 * size:
         raise ValueError(f"expected {size} numbers of 8 bytes, got {len(content)} bytes")
-    return np.frombuffer(content, "<i8").astype(np.int64)
+    counts = np.frombuffer(content, "<i8").astype(np.int64)
+    if (counts < 0).any():
+        raise ValueError(f"a count is {counts.min()}; expected 0 or more")
+    return counts

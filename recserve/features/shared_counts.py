@@ -49,7 +49,23 @@ COMMON = """
 local SUMS, BEFORE, WINDOW, SEEN, MEMBERS, META, WRITERS = unpack(KEYS)
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function number(field) return tonumber(redis.call('HGET', META, field) or 0) end
+local function damaged(key, found)
+  error({err = 'DAMAGED ' .. key .. ' has ' .. string.format('%q', string.sub(found, 1, 40))
+    .. '; delete the keys of this experiment to count anew'})
+end
+-- Before anything is written.
+local kinds = {
+  [SUMS] = 'string', [BEFORE] = 'string', [WINDOW] = 'string', [SEEN] = 'zset', [MEMBERS] = 'set',
+  [META] = 'hash', [WRITERS] = 'hash'}
+for key, kind in pairs(kinds) do
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then damaged(key, 'a ' .. found) end
+end
+local function number(field)
+  local found = redis.call('HGET', META, field) or '0'
+  return string.match(found, '^%d+$') and tonumber(found) or damaged(META, found)
+end
+for _, field in ipairs({'version', 'lost', 'seen'}) do number(field) end
 local function add(key, place, amount)
   redis.call('BITFIELD', key, 'INCRBY', 'i64', string.format('#%.0f', place), amount)
 end
@@ -208,7 +224,7 @@ return found
 
 
 class CountsUnavailable(ConnectionError):
-    """Redis does not answer."""
+    """Redis does not answer, or its keys are damaged: then nothing is added."""
 
 
 @dataclass(frozen=True)

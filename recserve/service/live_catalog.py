@@ -73,7 +73,7 @@ from recserve.features.ranking.live_ranking import LiveRanking
 from recserve.features.tables.items import TIME_USE
 from recserve.features.vectors.vector_index import VersionIndex
 from recserve.features.words import fold
-from recserve.files import UnreadableFile
+from recserve.files import UnreadableFile, set_aside
 from recserve.kernels.trie.trie import Trie
 from recserve.models.dense_retriever import item_vectors
 from recserve.schemas.browse import DEFAULT_LISTED, ItemPage, ItemsQuery, ListedItem
@@ -501,14 +501,22 @@ class LiveCatalog:
         self._counts_changed = True
 
     def load_counts(self, path: Path) -> None:
-        """Reads and continues a file of counts. A damaged one is logged and left out."""
-        self.counts_file = path
-        if not path.exists():
-            return
+        """Reads and continues a file of counts.
+
+        One that is damaged or of another version is set aside. If that fails, it stays, and the
+        counts of this process are not saved.
+        """
         try:
-            self.set_counts(SavedCounts.load(path))
+            if path.exists():
+                self.set_counts(SavedCounts.load(path))
         except UnreadableFile as error:
-            log.error("popularity starts with the training events: %s", error)
+            log.error("the list popular starts with the training events: %s", error)
+            try:
+                log.error("%s is now %s", path, set_aside(path))
+            except OSError as failure:
+                log.error("%s stays, and no counts are saved: %s", path, failure)
+                return
+        self.counts_file = path
 
     def _save_counts(self) -> None:
         """Writes the counts to their file if events have changed them. A failure is logged."""

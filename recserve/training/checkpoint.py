@@ -152,18 +152,31 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         check_metadata(header, FORMAT, path)
-        run = json.loads(header["run"])
-        written = json.loads(header["recipe"])
+        run: dict[str, Any] = json.loads(header["run"])
+        written: dict[str, Any] = json.loads(header["recipe"])
+        if not isinstance(run, dict) or not isinstance(written, dict):
+            raise ValueError("its counters and settings are no JSON objects")
     except (SafetensorError, UnreadableFile, KeyError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"checkpoint {path.name} is damaged ({error}); train without resume"
-        ) from error
+        raise _damaged(path, error) from error
     recipe = json.loads(json.dumps(recipe))  # JSON turns tuples into lists
     if written != recipe:
         differs = sorted(k for k in {*written, *recipe} if written.get(k) != recipe.get(k))
         raise ValueError(
             f"checkpoint {path.name} has other values of {differs}; train without resume"
         )
+    try:
+        _set(state, tensors, run, f"checkpoint {path.name}: ")
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another model
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    text = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+    return ValueError(f"checkpoint {path.name} is damaged ({text}); train without resume")
+
+
+def _set(state: RunState, tensors: dict[str, Tensor], run: dict[str, Any], place: str) -> None:
+    """Sets a state to tensors and counters of a file. Raises ValueError if a counter is wrong."""
     groups: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
@@ -176,11 +189,8 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     state.best = {n: t.to(device) for n, t in groups.get("best", {}).items()}
     load_optimizer_state(state.optimizers, groups.get("optimizer", {}))
     state.random = groups.get("random", {})
-    state.history = [
-        parse_record(record, EpochRecord, f"checkpoint {path.name}: ")
-        for record in run.pop("history", ())
-    ]
+    state.history = [parse_record(record, EpochRecord, place) for record in run.pop("history", ())]
     state.best_value = float(run.pop("best_value", "-inf"))  # infinite before a validation
-    counters = parse_record(run, _Counters, f"checkpoint {path.name}: ")
+    counters = parse_record(run, _Counters, place)
     for name, value in vars(counters).items():
         setattr(state, name, value)

@@ -37,7 +37,7 @@ from recserve.evaluation.untrained import TrainingData
 from recserve.features.catalog.item_journal import ItemJournal
 from recserve.features.history.stores import open_store, split_ttl
 from recserve.features.tables.events import DAY_US, EventLog
-from recserve.files import check_format, read_json_object, whole_file
+from recserve.files import UnreadableFile, check_format, read_json_object, whole_file
 from recserve.schemas.items import StrictStruct
 from recserve.service.event_types import EventTypes
 from recserve.service.history_export import export_events
@@ -263,6 +263,7 @@ class Run:
             if file.exists():
                 record = read_json_object(file)
                 check_format(record.get("format"), FORMAT, file)
+                _check_record(record, file)
             if "outcome" not in record:
                 run = Run(last, record)
                 if record.setdefault("settings", settings) == settings:
@@ -306,6 +307,20 @@ class Run:
         """Writes the record."""
         with whole_file(self.folder / RECORD) as new:
             new.write_text(json.dumps(self.record, indent=1) + "\n", encoding="utf-8")
+
+
+# Values of a record that are no dictionaries.
+TEXTS, NUMBERS = ("format", "settings", "served", "name", "outcome"), ("began_us",)
+
+
+def _check_record(record: Mapping[str, Any], file: Path) -> None:
+    """Raises UnreadableFile if a value of a run's record is of another type."""
+    for name, value in record.items():
+        kind = str if name in TEXTS else int if name in NUMBERS else dict
+        if type(value) is not kind:
+            raise UnreadableFile(f"{file}: {name} is {value!r:.80}; expected {kind.__name__}")
+    if any(type(tries) is not int for tries in record.get("tries", {}).values()):
+        raise UnreadableFile(f"{file}: tries is {record['tries']!r:.80}; expected whole numbers")
 
 
 def collect(config: RetrainConfig, run: Run, served: Bundle) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -20,11 +21,15 @@ from recserve.features.catalog.versions import ChangeSet, ItemChange
 from recserve.files import check_format
 
 FORMAT, VERSION = "recserve-items", 1
-FIELDS = {"v", "number", "made_for", "put", "hide", "whole", "restore", "assigned", "remains"}
+FIELDS: Mapping[str, type] = {
+    **{"v": int, "number": int, "made_for": str, "put": list, "hide": list},
+    **{"whole": bool, "restore": list, "assigned": int, "remains": bool},
+}
 TIME_FIELDS = ("available_from", "expires_at", "added_at")  # a line has those that there are
-PUT_FIELDS = {
-    *("item_id", "title", "categories", "attributes", *TIME_FIELDS),
-    *("vector", "codes", "given", "embedding"),
+PUT_FIELDS: Mapping[str, type] = {
+    **{"item_id": str, "title": str, "categories": list, "attributes": dict},
+    **dict.fromkeys(TIME_FIELDS, int),
+    **{"vector": str, "codes": list, "given": int, "embedding": str},
 }
 
 
@@ -89,18 +94,17 @@ def parse_line(line: bytes) -> ChangeSet:
         fields = json.loads(text)
         version = fields.get("v")
         check_format(None if version is None else f"{FORMAT}/{version}", f"{FORMAT}/{VERSION}", "v")
-        _check_names(fields, FIELDS)
+        _check_fields(fields, FIELDS)
         changes = tuple(_parse_change(one) for one in fields.get("put", ()))
-        assigned = fields.get("assigned")
         return ChangeSet(
-            int(fields["number"]),
+            fields["number"],
             changes,
             tuple(fields.get("hide", ())),
-            bool(fields.get("whole", False)),
-            made_for=str(fields.get("made_for", "")),
+            fields.get("whole", False),
+            made_for=fields.get("made_for", ""),
             restored=tuple(fields.get("restore", ())),
-            assigned=None if assigned is None else int(assigned),
-            remains=bool(fields.get("remains", False)),
+            assigned=fields.get("assigned"),
+            remains=fields.get("remains", False),
         )
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is missing") from error
@@ -108,27 +112,33 @@ def parse_line(line: bytes) -> ChangeSet:
         raise ValueError(f"a field is of another type: {error}") from error
 
 
-def _check_names(fields: dict[str, Any], known: set[str]) -> None:
-    """Raises ValueError if there is a field that this version does not know."""
-    if unknown := sorted(fields.keys() - known):
+def _check_fields(fields: dict[str, Any], known: Mapping[str, type]) -> None:
+    """Raises ValueError if a field is not known to this version, or of another type."""
+    if unknown := sorted(fields.keys() - known.keys()):
         raise ValueError(f"{unknown[0]} is unknown; another version of recserve wrote it")
+    for name, value in fields.items():
+        if type(value) is not known[name]:
+            raise ValueError(f"{name} is {value!r:.80}; expected {known[name].__name__}")
+    for name in ("hide", "restore", "categories"):
+        if not all(type(text) is str for text in fields.get(name, ())):
+            raise ValueError(f"{name} is {fields[name]!r:.80}; expected a list of texts")
 
 
 def _parse_change(fields: dict[str, Any]) -> ItemChange:
     """Parses an item change."""
-    _check_names(fields, PUT_FIELDS)
+    _check_fields(fields, PUT_FIELDS)
     record = ItemRecord(
         fields["item_id"],
         fields["title"],
         fields["categories"],
         fields["attributes"],
-        **{name: int(fields[name]) for name in TIME_FIELDS if name in fields},
+        **{name: fields[name] for name in TIME_FIELDS if name in fields},
     )
     if "vector" not in fields:
         embedding = _decode(fields["embedding"]) if "embedding" in fields else None
         return ItemChange(record, embedding=embedding)
     vector = _decode(fields["vector"])
-    given = vector[: int(fields["given"])] if "given" in fields else None
+    given = vector[: fields["given"]] if "given" in fields else None
     return ItemChange(record, vector, np.array(fields["codes"], np.uint16), given)
 
 

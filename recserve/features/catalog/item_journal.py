@@ -9,7 +9,9 @@ file. A process that opens a bundle replays the journal. Only one process at a t
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,10 @@ from recserve.features.catalog.catalog_log import Appended, JournalError
 from recserve.features.catalog.change_lines import format_line, parse_line
 from recserve.features.catalog.versions import ChangeSet
 from recserve.files import UnreadableFile
+
+log = logging.getLogger(__name__)
+# What a line that a crash cut short may be: its beginning, or zeros that were not written yet.
+CUT_LINE = re.compile(rb"[0-9a-f]{0,8}|[0-9a-f]{8} (\{[^\0-\x1f]*)?\0*|\0+")
 
 
 @dataclass
@@ -51,7 +57,8 @@ class ItemJournal:
         change_sets, self.length, self.num_changes = [], 0, 0
         for number, line in enumerate(lines):
             if number == len(lines) - 1:
-                break  # after the last line end: nothing, or a line that a crash cut short
+                self._check_rest(line)
+                break
             try:
                 change_sets.append(parse_line(line))
             except UnreadableFile as error:
@@ -63,6 +70,20 @@ class ItemJournal:
             self.length += len(line) + 1
             self.num_changes += len(change_sets[-1])
         return [each for each in change_sets if each.number >= first]
+
+    def _check_rest(self, rest: bytes) -> None:
+        """Checks what follows the last line end: nothing, or a line that a crash cut short."""
+        if not CUT_LINE.fullmatch(rest):
+            raise JournalError(
+                f"{self.path}: the last {len(rest)} bytes are damaged; they are no beginning of a "
+                "line of this file"
+            )
+        if rest:
+            log.warning(
+                "%s: the last %d bytes are a line that was cut short, so no change in them was "
+                "acknowledged; they are left out",
+                self.path, len(rest),
+            )  # fmt: skip
 
     def append(self, change_set: ChangeSet) -> Appended:
         """Appends a change set and syncs it to disk.

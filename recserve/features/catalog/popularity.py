@@ -23,11 +23,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from recserve.bounds import MAX_TIME_US
 from recserve.features.tables.arrays import are_among
 from recserve.files import (
     FORMAT_KEY,
     UnreadableFile,
     check_metadata,
+    read_arrays,
     regular_file,
     whole_file,
 )
@@ -62,20 +64,26 @@ class SavedCounts:
 
     @staticmethod
     def load(path: Path) -> SavedCounts:
-        """Reads what `save` wrote. Raises UnreadableFile."""
+        """Reads what `save` wrote. Raises UnreadableFile if it is damaged or of another version."""
         try:
             with safe_open(regular_file(path), "numpy") as file:
                 check_metadata(file.metadata(), FORMAT, path)
-                tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            keys, counts = tables["keys"].astype(np.uint64), tables["counts"].astype(np.float64)
-            (since_us,) = tables["since_us"].tolist()
-        except UnreadableFile:
-            raise
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
-            raise UnreadableFile(f"{path} does not hold counts of events: {error}") from error
-        if keys.shape != counts.shape or not (np.isfinite(counts) & (counts >= 0)).all():
-            raise UnreadableFile(f"{path} does not hold one finite count for each item")
-        return SavedCounts(keys, counts, int(since_us))
+        except (SafetensorError, OSError) as error:
+            raise UnreadableFile(f"{path} is not a safetensors file: {error}") from error
+        arrays = read_arrays(path, ("keys", "counts", "since_us"))
+        keys, counts, since = (arrays[name] for name in ("keys", "counts", "since_us"))
+        sizes = {"keys": (np.uint64, keys.size), "counts": (np.float64, keys.size)}
+        for name, (kind, size) in {**sizes, "since_us": (np.int64, 1)}.items():
+            if arrays[name].dtype != kind or arrays[name].shape != (size,):
+                raise UnreadableFile(
+                    f"{path}: {name} is {arrays[name].dtype}{list(arrays[name].shape)}; expected "
+                    f"{np.dtype(kind)}[{size}]"
+                )
+        if counts.size and counts.min() < 0:
+            raise UnreadableFile(f"{path}: a count is {counts.min():g}; expected 0 or more")
+        if not 0 <= since[0] < MAX_TIME_US:
+            raise UnreadableFile(f"{path}: since_us is {since[0]}; expected a time before 2255")
+        return SavedCounts(keys, counts, int(since[0]))
 
 
 class Popularity:

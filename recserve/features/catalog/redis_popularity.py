@@ -38,15 +38,32 @@ MAX_WRITERS, FORGET_MS = 1000, 30 * 86_400_000
 # ARGV: writer, sequence number or 0, `since` of the delta, time of its newest event, half-life,
 # counts, version that is known, most items of the reply, name of the bundle. Times are in
 # microseconds. Returns server, version, `since`, newest event, begin of the bundle, version that is
-# reached, and key and count of each item.
+# reached, and key and count of each item. It writes nothing if it meets a value that is no number.
 EXCHANGE = (
     """
 local COUNTS, CHANGED, META, WRITERS = unpack(KEYS)
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local half_life = tonumber(ARGV[5])
-local function number(field) return tonumber(redis.call('HGET', META, field) or 0) end
+local function finite(key, field)
+  local found = redis.call('HGET', key, field) or '0'
+  local value = tonumber(found)
+  if not value or not (value >= 0 and value < math.huge) then
+    error({err = 'DAMAGED ' .. key .. ' has ' .. string.format('%q', string.sub(found, 1, 40))
+      .. '; expected a finite number from 0 on; delete the four keys to count anew'})
+  end
+  return value
+end
+local function number(field) return finite(META, field) end
 local function whole(value) return string.format('%.0f', value) end
+redis.call('ZCARD', CHANGED)
+redis.call('HLEN', COUNTS)
+for _, field in ipairs({'since', 'latest', 'version', 'begin:' .. ARGV[9]}) do number(field) end
+local counts = {}
+for at = 1, #ARGV[6], 16 do
+  local key = string.sub(ARGV[6], at, at + 7)
+  counts[key] = finite(COUNTS, key)
+end
 redis.call('HSETNX', META, 'since', whole(now_us))
 redis.call('HSETNX', META, 'begin:' .. ARGV[9], whole(now_us))
 local since, latest, version = number('since'), number('latest'), number('version')
@@ -70,6 +87,7 @@ if passed > """
     + f"{MAX_DOUBLINGS}"
     + """ then
   local all = redis.call('HGETALL', COUNTS)
+  for at = 1, #all, 2 do finite(COUNTS, all[at]) end
   for at = 1, #all, 2 do
     local count = tonumber(all[at + 1]) * 2 ^ -passed
     if count > 1e-200 then
@@ -77,7 +95,9 @@ if passed > """
     else
       redis.call('HDEL', COUNTS, all[at])
       redis.call('ZREM', CHANGED, all[at])
+      count = 0
     end
+    if counts[all[at]] then counts[all[at]] = count end
   end
   since = since + passed * half_life
   redis.call('HSET', META, 'since', whole(since))
@@ -87,8 +107,7 @@ if is_new then
   version = version + 1
   for at = 1, #ARGV[6], 16 do
     local key = string.sub(ARGV[6], at, at + 7)
-    local count = tonumber(redis.call('HGET', COUNTS, key) or 0)
-    count = count + scale * struct.unpack('<d', ARGV[6], at + 8)
+    local count = counts[key] + scale * struct.unpack('<d', ARGV[6], at + 8)
     redis.call('HSET', COUNTS, key, string.format('%.17g', count))
     redis.call('ZADD', CHANGED, version, key)
   end
@@ -110,7 +129,7 @@ local found = {
   server, version, whole(since), whole(latest), whole(number('begin:' .. ARGV[9])), reached}
 for _, key in ipairs(keys) do
   found[#found + 1] = key
-  found[#found + 1] = redis.call('HGET', COUNTS, key) or '0'
+  found[#found + 1] = string.format('%.17g', finite(COUNTS, key))
 end
 return found
 """
@@ -118,7 +137,7 @@ return found
 
 
 class PopularityUnavailable(ConnectionError):
-    """Redis does not answer."""
+    """Redis does not answer, or its keys are damaged."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +198,8 @@ class RedisPopularity:
             known: Version up to which this process has read the counts.
 
         Raises:
-            PopularityUnavailable: If Redis does not answer. The delta may be added.
+            PopularityUnavailable: If Redis does not answer. The delta may be added. Or if a key is
+                damaged. Then nothing is added.
         """
         arguments: list[Any] = [self._writer, sequence, since_us, latest_us]
         arguments += [repr(self._half_life_us), counts, known, PAGE, self._bundle]

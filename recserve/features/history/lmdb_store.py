@@ -8,6 +8,8 @@ byte that UTF-8 does not have. Their value is a JSON list of texts.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -40,6 +42,13 @@ MAX_READERS = 512
 # LMDB gives each reader a slot. A process that is killed leaves its slots in use until another one
 # frees them: every CHECK_S seconds in an open store, for which opening it waits WAIT_S.
 CHECK_S, WAIT_S = 1.0, 3.0
+DATA = "data.mdb"
+# Reads every page of a store.
+READ_ALL = """
+import lmdb, os, sys
+store = lmdb.open(sys.argv[1], readonly=True, create=False, max_readers=int(sys.argv[2]))
+store.copyfd(os.open(os.devnull, os.O_WRONLY), compact=True)
+"""
 MARKS = b"\xff"  # first byte of the keys of marks
 ALL_READ = (
     f"running processes use all {MAX_READERS} places of readers; end one that has the store open"
@@ -202,9 +211,16 @@ def _open(path: Path, **options: Any) -> lmdb.Environment:
     So if all are used, this waits for the processes that have it open to free those of killed ones.
 
     Raises:
+        StoreUnavailable: If its file is cut short.
         lmdb.Error: If it cannot be opened, or living processes use all slots.
     """
     last_s = time.monotonic() + WAIT_S
+    while (path / DATA).exists() and not (path / DATA).stat().st_size:  # or it is being created
+        if time.monotonic() > last_s:
+            raise StoreUnavailable(
+                f"{path / DATA} is empty; put back a copy, or move it away to begin a new store"
+            )
+        time.sleep(WAIT_S / 30)
     while True:
         try:
             environment = lmdb.open(str(path), max_readers=MAX_READERS, **options)
@@ -214,7 +230,33 @@ def _open(path: Path, **options: Any) -> lmdb.Environment:
             time.sleep(WAIT_S / 30)
         else:
             environment.reader_check()
+            _check_length(path, environment)
             return environment
+
+
+def _check_length(path: Path, environment: lmdb.Environment) -> None:
+    """Checks that no page of a store is missing at the end of its file.
+
+    The file is mapped into memory, and reading a page behind its end kills the process. A whole
+    file may lack pages that were freed before they were written. So if the file is short, another
+    process reads all of it.
+
+    Raises:
+        StoreUnavailable: If a page is missing.
+    """
+    page_bytes = environment.stat()["psize"]
+    needed = (environment.info()["last_pgno"] + 1) * page_bytes
+    size = (path / DATA).stat().st_size
+    if size >= needed:
+        return
+    words = [sys.executable, "-c", READ_ALL, str(path), str(MAX_READERS)]
+    # The rest of a page that is there in part reads as zeros.
+    if size % page_bytes or subprocess.run(words, capture_output=True, check=False).returncode:
+        environment.close()
+        raise StoreUnavailable(
+            f"{path / DATA} is cut short: it has {size} bytes; expected {needed}; put back a copy "
+            "(recserve history restore), or move the folder away to begin a new store"
+        )
 
 
 def _free_slots(of: weakref.ref[LmdbStore], closed: threading.Event) -> None:

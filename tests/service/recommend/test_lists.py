@@ -170,19 +170,6 @@ def test_a_kill_loses_a_minute_of_counts_at_most(tmp_path, monkeypatch):
         assert saved.counts.max() == pytest.approx(50, abs=3)
 
 
-@pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 200])
-def test_a_damaged_file_of_counts_is_logged(tmp_path, caplog, content):
-    folder = tmp_path / "store"
-    folder.mkdir()
-    (folder / "popularity.safetensors").write_bytes(content)
-    with opened(tmp_path) as service:
-        assert "popularity starts with the training events" in caplog.text
-        rare = base_of(service).items.ids[-1]
-        view(service, rare, 90)
-    with opened(tmp_path) as service:
-        assert names(service)[0] == rare
-
-
 def test_another_bundle_continues_the_counts(tmp_path):
     with opened(tmp_path) as service:
         put(service, item_like(service, "new"))
