@@ -13,7 +13,7 @@ from recserve.core.draft_policy import DepthPolicy
 from recserve.drafters.none import NoDrafter
 from recserve.engine.beam_search_graph import cuda_searches
 from recserve.engine.capture import TEXT_PREFILL_BUCKETS, cuda_prefills
-from recserve.engine.draft_graph import cuda_drafts
+from recserve.engine.draft_graph import cuda_drafts, make_captured_drafts
 from recserve.engine.draft_proposer import text_step_cost
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
@@ -169,12 +169,11 @@ def _add_text(engine: Engine, model: LanguageModel) -> None:
     nodes = max([limits.draft_nodes, *[shape.nodes for shape in shapes]])
     longest = model.config.decoder.max_positions + nodes
     kv = KVCache(runner.pool, 2 * _num_rows(config), longest)  # for texts and for their scores
-    graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters)
+    captured = make_captured_drafts(kv, config.graphs, drafters, limits.draft_nodes)
+    graphs = cuda_steps(runner, kv, model, config.graphs, config.graph_limits, drafters, captured)
     measured = config.load_aware and len(drafters) > 1  # `none` drafts nothing
     policy = DepthPolicy(text_step_cost(model) if measured else None)
-    drafts = cuda_drafts(
-        kv, model, config.graphs, drafters, limits.draft_nodes, config.draft_limits
-    )
+    drafts = cuda_drafts(kv, model, drafters, captured, config.draft_limits)
     text = TextScheduler(runner, model, limits, graphs, policy, kv, drafts)
     engine.schedulers["text"] = text
     text.prefills = cuda_prefills(

@@ -4,8 +4,9 @@ A drafter that offers a function of fixed shapes (`Drafter.capturable`) is captu
 of texts, once for each of its forms: for texts that draw and for texts that do not. The function
 reads the states of the last step's accepted path and drafts all levels. Its inputs lie in buffers
 at fixed addresses. One upload writes all of them but the states, which one gather for each layer
-takes from the step. The drafts stay on the device, in a row for each text. The host knows their
-numbers of nodes, and bounds of their depths, from the budgets, so it reads nothing.
+takes from the step. The drafts stay on the device, in a row for each text, where a captured step
+reads them (`CapturedDrafts`). The host knows their numbers of nodes, and bounds of their depths,
+from the budgets, so it reads nothing.
 
 Fillers have row 0 of the slot table, which no text has. A row of states that a text has not filled
 writes to the spare slot.
@@ -35,6 +36,7 @@ from recserve.engine.capture import (
 from recserve.engine.kv_cache import KVCache
 from recserve.engine.text_sequence import TextSequence
 from recserve.engine.text_step import NodeStates
+from recserve.engine.text_trees import PARENTS, TOKENS, CapturedDrafts
 from recserve.models.language_model import LanguageModel
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import (
@@ -121,21 +123,6 @@ class _DraftColumns(Generic[Array]):
 
 
 @dataclass(frozen=True)
-class _DraftBuffers:
-    """Buffers of one drafter, which its graphs share, since one runs at a time.
-
-    Attributes:
-        states: [L, texts x S, E] new states of each layer that the drafter reads.
-        tokens: [R, N] tokens of the last draft of each text, by its row of the slot table.
-        parents: [R, N] parents of its nodes, as in `TextDraft`.
-    """
-
-    states: Tensor
-    tokens: Tensor
-    parents: Tensor
-
-
-@dataclass(frozen=True)
 class _PlannedText:
     """A text of a captured draft.
 
@@ -156,17 +143,24 @@ class DraftGraph(CapturedGraph[None]):
     bucket: DraftBucket
 
     def __init__(
-        self, drafter: CapturableDrafter, table: Tensor, buffers: _DraftBuffers, bucket: DraftBucket
+        self,
+        drafter: CapturableDrafter,
+        table: Tensor,
+        states: Tensor,
+        captured: CapturedDrafts,
+        bucket: DraftBucket,
     ) -> None:
         """Allocates the inputs.
 
         Args:
             drafter: The drafter.
             table: [R, W] slot table of the target's cache.
-            buffers: States and drafts.
+            states: [L, n, E], n >= B S, the buffer for new states of each layer that the drafter
+                reads. Its graphs share it, since one runs at a time.
+            captured: Receives the drafts.
             bucket: Form, and most texts.
         """
-        self.drafter, self.table, self.buffers, self.bucket = drafter, table, buffers, bucket
+        self.drafter, self.table, self.captured, self.bucket = drafter, table, captured, bucket
         texts, new = bucket.texts, drafter.most_new_states
         size = texts * (8 + 2 * new)
         # Not pinned: the driver stages such a copy, so the next load may overwrite it at once.
@@ -174,7 +168,7 @@ class DraftGraph(CapturedGraph[None]):
         self._block = torch.zeros(size, dtype=torch.int64, device=table.device)
         self._host_columns = _DraftColumns.of(self._host.numpy(), texts)
         self._columns = _DraftColumns.of(self._block, texts)
-        self._states = buffers.states[:, : texts * new]
+        self._states = states[:, : texts * new]
         self.load([])
 
     def load(self, texts: Seq[_PlannedText]) -> None:
@@ -224,13 +218,12 @@ class DraftGraph(CapturedGraph[None]):
             new_tokens=torch.where(real, columns.new_tokens, 0),
             new_states=states.masked_fill(~real[..., None], 0.0),
             greedy=self.bucket.greedy,
-            most_nodes=self.buffers.tokens.shape[1],
+            most_nodes=self.captured.most_nodes,
         )
         drafts = self.drafter.draft(inputs, self.bucket.form)
         if drafts is not None:
-            tokens, parents = drafts
-            self.buffers.tokens[:, : tokens.shape[1]].index_copy_(0, columns.rows, tokens)
-            self.buffers.parents[:, : tokens.shape[1]].index_copy_(0, columns.rows, parents)
+            depth = self.bucket.form.depth
+            self.captured.write(columns.rows, *drafts, columns.num_nodes, depth)
 
 
 class DraftGraphs(GraphSet[DraftGraph]):
@@ -242,7 +235,7 @@ class DraftGraphs(GraphSet[DraftGraph]):
         kv: KVCache,
         model: LanguageModel,
         drafters: Mapping[str, Drafter],
-        most_nodes: int,
+        captured_drafts: CapturedDrafts,
         limits: DraftLimits,
         recorder: Recorder,
     ) -> None:
@@ -252,19 +245,21 @@ class DraftGraphs(GraphSet[DraftGraph]):
             kv: The cache of the target.
             model: The target.
             drafters: Drafters by name. Those with keys and values of their own have their pools.
-            most_nodes: Nodes of the largest draft.
+            captured_drafts: Receives the drafts, in a row for each row of the slot table.
             limits: What is captured, and how much time and memory that may take.
             recorder: Captures the drafts.
         """
         super().__init__(recorder, limits, DRAFT_RESULTS)
         self._table, self._empty = kv.slots, empty_draft(kv.slots.device)
         self._names, self._drafters = dict[int, str](), dict[str, CapturableDrafter]()
-        self._buffers: dict[str, _DraftBuffers] = {}
+        self._drafts, self._states = captured_drafts, dict[str, Tensor]()
         for name, drafter in drafters.items():
             own = drafter.capturable
             if own is not None:
                 self._names[id(drafter)], self._drafters[name] = name, own
-                self._buffers[name] = self._make_buffers(drafter, own, model, most_nodes, limits)
+                weight, new = model.tokens.weight, own.most_new_states * max(limits.texts)
+                layers = len(drafter.hidden_layers)
+                self._states[name] = weight.new_zeros(layers, new, weight.shape[1])
         buckets = [
             DraftBucket(name, form, texts, greedy)
             for texts in limits.texts
@@ -280,23 +275,9 @@ class DraftGraphs(GraphSet[DraftGraph]):
             key = bucket.drafter, bucket.form, bucket.greedy
             self._by_kind.setdefault(key, []).append(graph)
 
-    def _make_buffers(
-        self,
-        drafter: Drafter,
-        own: CapturableDrafter,
-        model: LanguageModel,
-        most_nodes: int,
-        limits: DraftLimits,
-    ) -> _DraftBuffers:
-        weight, rows = model.tokens.weight, self._table.shape[0]
-        new = own.most_new_states * max(limits.texts)
-        drafts = torch.zeros(2, rows, most_nodes, dtype=torch.int64, device=weight.device)
-        states = weight.new_zeros(len(drafter.hidden_layers), new, weight.shape[1])
-        return _DraftBuffers(states, *drafts.unbind())
-
     def _build(self, bucket: DraftBucket) -> DraftGraph:
-        drafter, buffers = self._drafters[bucket.drafter], self._buffers[bucket.drafter]
-        return DraftGraph(drafter, self._table, buffers, bucket)
+        drafter, states = self._drafters[bucket.drafter], self._states[bucket.drafter]
+        return DraftGraph(drafter, self._table, states, self._drafts, bucket)
 
     def holds(self, drafter: Drafter) -> bool:
         """Whether drafts of a drafter are captured."""
@@ -364,41 +345,56 @@ class DraftGraphs(GraphSet[DraftGraph]):
             graph.replay()
             self.counts["replayed"] += 1
             for text in some:
-                drafts[text.place] = self._draft_of(text, graph.buffers)
+                drafts[text.place] = self._draft_of(text)
 
-    def _draft_of(self, text: _PlannedText, buffers: _DraftBuffers) -> TextDraft:
-        plan, row = text.plan, text.sequence.context.row
+    def _draft_of(self, text: _PlannedText) -> TextDraft:
+        plan, row, columns = text.plan, text.sequence.context.row, self._drafts.columns
         if not plan.num_nodes:
             return self._empty
         return TextDraft(
-            buffers.tokens[row, : plan.num_nodes],
-            buffers.parents[row, : plan.num_nodes],
+            columns[TOKENS, row, : plan.num_nodes],
+            columns[PARENTS, row, : plan.num_nodes],
             plan.depth,
             may_fork=plan.form.forks,
+            row=row,
         )
 
 
 def cuda_drafts(
     kv: KVCache,
     model: LanguageModel,
-    enabled: bool | None,
     drafters: Mapping[str, Drafter],
-    most_nodes: int,
+    captured: CapturedDrafts | None,
     limits: DraftLimits,
 ) -> DraftGraphs | None:
-    """Captures drafts on a CUDA device. Returns None on others, if not enabled, or without drafters
-    that can be captured.
+    """Captures drafts on a CUDA device. Returns None if `captured` is None.
 
     Args:
         kv: The cache of the target.
         model: The target.
+        drafters: Drafters by name.
+        captured: Receives the drafts. None captures nothing.
+        limits: What is captured, and how much time and memory that may take.
+    """
+    if captured is None:
+        return None
+    return DraftGraphs(kv, model, drafters, captured, limits, CudaRecorder())
+
+
+def make_captured_drafts(
+    kv: KVCache, enabled: bool | None, drafters: Mapping[str, Drafter], most_nodes: int
+) -> CapturedDrafts | None:
+    """Returns where captured drafts lie. None if none is captured: not on a CUDA device, not
+    enabled, or without drafters that can be captured.
+
+    Args:
+        kv: The cache of the target.
         enabled: False disables graphs.
         drafters: Drafters by name.
         most_nodes: Nodes of the largest draft.
-        limits: What is captured, and how much time and memory that may take.
     """
     if enabled is False or not is_cuda(kv.slots.device):
         return None
     if all(drafter.capturable is None for drafter in drafters.values()):
         return None
-    return DraftGraphs(kv, model, drafters, most_nodes, limits, CudaRecorder())
+    return CapturedDrafts.allocate(kv.slots.shape[0], most_nodes, kv.slots.device)

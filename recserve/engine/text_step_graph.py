@@ -10,7 +10,7 @@ one.
 A batch is padded with texts of one node, and with a last text that is a chain of the remaining
 nodes. These have no prefix and write to the pool's spare slot. The probabilities that drafts were
 drawn from are on the device already. One launch packs them, and the upload says which node each row
-belongs to.
+belongs to. Captured drafts are on the device too. The upload says where each of their nodes lies.
 
 Most texts are verified by `sample`. If a drafter draws its tokens, steps verified by rejection are
 captured too (`multi_step` verifies in the same way). Steps in which each text has its own rule are
@@ -57,7 +57,9 @@ from recserve.engine.text_trees import (
     KINDS,
     PARENTS,
     TOKENS,
+    CapturedDrafts,
     PackedTrees,
+    draft_places,
     drawn_rows,
     pack_trees,
 )
@@ -207,6 +209,7 @@ class _StepColumns(Generic[Array]):
         rules: [B] number of each text's acceptance rule.
         drawn: [T] row of each node's draft probabilities. [0] if no draft is drawn.
         masks: [T] row of each node's mask of allowed tokens. [0] without masks.
+        places: [T] where each node of a captured draft lies. [0] if no draft is captured.
     """
 
     trees: Array
@@ -217,6 +220,7 @@ class _StepColumns(Generic[Array]):
     rules: Array
     drawn: Array
     masks: Array
+    places: Array
     last_tokens: Array
 
 
@@ -239,6 +243,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         draft_values: Tensor | None,
         mask_bits: Tensor | None,
         readers: Seq[Drafter],
+        captured: CapturedDrafts | None,
     ) -> None:
         """Allocates the buffers.
 
@@ -257,16 +262,17 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             mask_bits: [R, W] int32, R >= `shape.nodes`, the buffer for the masks of constrained
                 texts. None if no text has a constraint.
             readers: Drafters that read states of the target.
+            captured: Captured drafts. None if no draft is captured.
         """
         self.runner, self.kv, self.model = runner, kv, model
         self.counts, self.last_hidden = counts, last_hidden
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
-        self.mask_bits, self.readers = mask_bits, readers
+        self.mask_bits, self.readers, self.captured = mask_bits, readers, captured
         device = kv.slots.device
         texts = self.shape.sequences + 1
         past = 0 if self.capacity is None else self.capacity.bad_word_length - 1
-        some = (self.draft_values is not None) + (mask_bits is not None)
+        some = sum(part is not None for part in (draft_values, mask_bits, captured))
         size = (5 + some) * self.shape.nodes + 1 + texts * (5 + past)
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._block = torch.zeros(size, dtype=torch.int64, device=device)
@@ -275,7 +281,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         self._table = self._make_table([], device)
         self._texts: Seq[TextSequence] = ()
         self._host_columns.lengths[:] = 1
-        self._host_columns.masks[:] = -1
+        self._host_columns.masks[:] = self._host_columns.places[:] = -1
         self._has_masks = False
         self._fill(pack_trees([], [], (), self.shape.nodes, texts), [])
 
@@ -300,7 +306,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         if group.masks is not None or self._has_masks:
             self._load_masks(group.masks)
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
-        trees = pack_trees(group.last_tokens, group.drafts, group.sizes, nodes, texts)
+        place = self.captured is not None
+        trees = pack_trees(group.last_tokens, group.drafts, group.sizes, nodes, texts, place)
         self._fill(trees, group.drafts)
 
     def _load_masks(self, masks: GroupMasks | None) -> None:
@@ -320,6 +327,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         """
         columns, table = self._columns, self._table
         trees = columns.trees
+        if self.captured is not None:
+            trees = self.captured.put(trees, columns.places)
         tree = TokenTree(
             tokens=trees[TOKENS],
             parents=trees[PARENTS],
@@ -371,6 +380,9 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         if self.draft_values is not None:
             self._host_columns.drawn[:] = drawn_rows(drafts, self.shape.nodes)
             put_probs(drafts, self.draft_values)
+        if self.captured is not None:
+            places = draft_places(drafts, self.captured.most_nodes, self.shape.nodes)
+            self._host_columns.places[:] = places
         self._block.copy_(self._host, non_blocking=True)
         trees.complete(self._columns.trees)
 
@@ -379,7 +391,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         nodes, texts = self.shape.nodes, self.shape.sequences + 1
         drawn = 0 if self.draft_values is None else nodes
         masked = 0 if self.mask_bits is None else nodes
-        sizes: list[int] = [5 * nodes, texts + 1, texts, texts, texts, texts, drawn, masked]
+        placed = 0 if self.captured is None else nodes
+        sizes: list[int] = [5 * nodes, texts + 1, *[texts] * 4, drawn, masked, placed]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
         return _StepColumns(
@@ -391,7 +404,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             rules=parts[5],
             drawn=parts[6],
             masks=parts[7],
-            last_tokens=parts[8].reshape(texts, -1),
+            places=parts[8],
+            last_tokens=parts[9].reshape(texts, -1),
         )
 
     def _make_table(
@@ -419,6 +433,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         limits: TextStepLimits,
         recorder: Recorder,
         drafters: Mapping[str, Drafter] | None = None,
+        captured: CapturedDrafts | None = None,
     ) -> None:
         """Captures all graphs that the limits allow.
 
@@ -431,9 +446,10 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             drafters: Drafters by name. Steps for drafters with ranked heads are captured once more,
                 with the heads. If a drafter draws, steps are captured once more, verified by
                 rejection.
+            captured: Where captured drafts lie. None if no draft is captured.
         """
         super().__init__(recorder, limits, STEP_RESULTS)
-        self.runner, self.kv, self.model = runner, kv, model
+        self.runner, self.kv, self.model, self._captured = runner, kv, model, captured
         self.capacity, drafters = limits.capacity, drafters or {}
         largest, vocabulary = max(s.nodes for s in limits.shapes), model.config.vocab_size
         assert kv.width >= largest, f"{largest} nodes of a step, {kv.width} slots of a row"
@@ -497,6 +513,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             draft_values=self._probs_buffer(bucket.shape) if drawn else None,
             mask_bits=self._mask_bits if kind.all_parameters else None,
             readers=self._readers,
+            captured=self._captured if bucket.shape.depth else None,
         )
 
     def _probs_buffer(self, shape: StepShape) -> Tensor:
@@ -591,6 +608,7 @@ def cuda_steps(
     enabled: bool | None,
     limits: TextStepLimits,
     drafters: Mapping[str, Drafter],
+    captured: CapturedDrafts | None = None,
 ) -> TextStepGraphs | None:
     """Captures the steps of a model on a CUDA device.
 
@@ -601,6 +619,7 @@ def cuda_steps(
         enabled: False disables graphs. None enables them on a CUDA device.
         limits: What is captured.
         drafters: Drafters by name.
+        captured: Where captured drafts lie. None if no draft is captured.
 
     Returns:
         None if graphs are disabled or the device is not CUDA.
@@ -610,7 +629,7 @@ def cuda_steps(
     """
     device = runner.pool.keys.device
     if is_cuda(device) and enabled is not False:
-        return TextStepGraphs(runner, kv, model, limits, CudaRecorder(), drafters)
+        return TextStepGraphs(runner, kv, model, limits, CudaRecorder(), drafters, captured)
     if enabled:
         raise ValueError(f"graphs is true, which needs a CUDA device; the model is on {device}")
     return None

@@ -50,6 +50,77 @@ class PackedTrees:
             own[DEPTHS], own[ENDS] = _shape(own[PARENTS], self.depth)
 
 
+@dataclass(frozen=True)
+class CapturedDrafts:
+    """The last captured draft of every text, in memory that captured steps read.
+
+    Attributes:
+        columns: [4, R, N] tokens, parents, depths and ends of the drafts, by the text's row of the
+            slot table. Places are those in the draft, and depths begin with 0.
+    """
+
+    columns: Tensor
+
+    @staticmethod
+    def allocate(num_rows: int, most_nodes: int, device: torch.device) -> CapturedDrafts:
+        """Returns room for `num_rows` drafts of `most_nodes` nodes."""
+        size = 4, num_rows, most_nodes
+        return CapturedDrafts(torch.zeros(size, dtype=torch.int64, device=device))
+
+    @property
+    def most_nodes(self) -> int:
+        """N, nodes of the largest draft."""
+        return self.columns.shape[2]
+
+    def write(
+        self, rows: Tensor, tokens: Tensor, parents: Tensor, counts: Tensor, depth: int
+    ) -> None:
+        """Stores drafts of B texts. It only launches kernels.
+
+        Args:
+            rows: [B] rows of the texts.
+            tokens: [B, n] tokens of each draft. n is at most N.
+            parents: [B, n] parents of the nodes, as in `TextDraft`.
+            counts: [B] number of nodes. Further ones have no meaning.
+            depth: Most levels.
+        """
+        texts, size = tokens.shape
+        first = torch.arange(0, texts * size, size, device=rows.device)[:, None]
+        inner = torch.arange(size, device=rows.device) < counts[:, None]
+        above = torch.where(inner & (parents >= 0), parents + first, -1)
+        depths, ends = (column.view(texts, size) for column in _shape(above.flatten(), depth))
+        columns = torch.stack([tokens, parents, depths, ends - first])
+        self.columns[..., :size].index_copy_(1, rows, columns)
+
+    def put(self, trees: Tensor, places: Tensor) -> Tensor:
+        """Returns packed trees with the nodes of captured drafts. It only launches kernels.
+
+        Args:
+            trees: [5, T] columns as in `PackedTrees`.
+            places: [T] as `draft_places` returns them.
+        """
+        at = places.clamp(min=0)
+        first = torch.arange(len(places), device=places.device) - at % self.most_nodes
+        shifts = torch.stack([torch.zeros_like(first), first, torch.ones_like(first), first])
+        drafted = self.columns.flatten(1)[:, at] + shifts
+        placed = torch.where(places >= 0, drafted, trees[:KINDS])
+        return torch.cat([placed, trees[KINDS:]])
+
+
+def draft_places(drafts: Seq[TextDraft], most_nodes: int, num_nodes: int) -> NDArray[np.int64]:
+    """Returns [num_nodes] where each packed node lies in `CapturedDrafts`, whose rows have
+    `most_nodes` nodes. -1 marks node 0 of each tree, padding, and nodes of other drafts.
+    """
+    places, first = np.full(num_nodes, -1, np.int64), 1
+    for draft in drafts:
+        size = draft.num_nodes
+        if draft.row is not None:
+            start = draft.row * most_nodes
+            places[first : first + size] = np.arange(start, start + size)
+        first += 1 + size
+    return places
+
+
 class TreePacker:
     """Packs trees of node 0, the last committed token, and the draft below it, on one device.
 
@@ -104,6 +175,7 @@ def pack_trees(
     sizes: tuple[int, ...],
     num_nodes: int = 0,
     num_trees: int = 0,
+    without_captured: bool = False,
 ) -> PackedTrees:
     """Packs trees on the host.
 
@@ -123,6 +195,8 @@ def pack_trees(
         num_nodes: Pads to this number of nodes, with a chain as the last tree. It must have
             room for all trees. 0 adds no padding.
         num_trees: Pads to this number of trees, with trees of one node. 0 adds no padding.
+        without_captured: Whether `CapturedDrafts.put` enters the nodes of captured drafts. Here
+            they form a chain.
     """
     # The columns of a chain follow from its length. Forks are entered below.
     chains = _chains(sizes, num_nodes, num_trees)
@@ -137,13 +211,17 @@ def pack_trees(
             depth=0,
             shaped=True,
         )
-    some = [(number, draft) for number, draft in enumerate(drafts) if draft.num_nodes]
+    some = [
+        (number, draft)
+        for number, draft in enumerate(drafts)
+        if draft.num_nodes and not (without_captured and draft.row is not None)
+    ]
     forks = [(number, d.parents) for number, d in some if not d.is_chain]
     kinds = [(number, d.kinds) for number, d in some if d.kinds is not None]
     late = _put(columns, TOKENS, [(number, d.tokens) for number, d in some], sizes) if some else []
     late += _put(columns, KINDS, kinds, sizes) if kinds else []
     late_forks = _put(columns, PARENTS, forks, sizes) if forks else []
-    depth = max([draft.depth for _, draft in some], default=0)
+    depth = max([draft.depth for draft in drafts], default=0)
     if forks and not late_forks:
         own = columns[:, : chains.num_real]
         own[DEPTHS : ENDS + 1] = _cached_shape(own[PARENTS].tobytes(), depth)

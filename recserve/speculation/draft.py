@@ -48,6 +48,7 @@ class TextDraft:
         candidate_depth: Most candidates on a path; None means `depth`.
         may_fork: Whether nodes may be siblings although `depth`, a bound then, is the number of
             nodes.
+        row: Row of the engine's captured drafts that holds it. None if it lies elsewhere.
         num_nodes: n.
 
     Raises:
@@ -61,6 +62,7 @@ class TextDraft:
     kinds: Tensor | None = None
     candidate_depth: int | None = None
     may_fork: bool = False
+    row: int | None = None
     num_nodes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from recserve.engine.draft_graph import DraftGraphs, DraftLimits
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
+from recserve.engine.text_trees import CapturedDrafts
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.mtp_drafter import mtp, peagle
@@ -44,16 +45,19 @@ def engine_with(model, drafter, recorder, pages, texts=(4,), steps=()):
     drafters = {drafter.name: drafter}
     engine = engine_for(model, pages, drafters, graphs=False)
     lane = engine.schedulers["text"]
-    drafts = graphs = None
+    drafts = graphs = captured = None
     forever = {"seconds": float("inf")}
     with torch.inference_mode():
         if recorder is not None:
-            limits, most = DraftLimits(texts=texts, **forever), lane.limits.draft_nodes
-            drafts = DraftGraphs(lane.kv, model, drafters, most, limits, recorder)
+            limits, rows = DraftLimits(texts=texts, **forever), len(lane.kv.slots)
+            captured = CapturedDrafts.allocate(rows, lane.limits.draft_nodes, lane.kv.slots.device)
+            drafts = DraftGraphs(lane.kv, model, drafters, captured, limits, recorder)
             assert not drafts.missing
         if steps:
             limits = TextStepLimits(steps, **forever)
-            graphs = TextStepGraphs(lane.runner, lane.kv, model, limits, recorder, drafters)
+            graphs = TextStepGraphs(
+                lane.runner, lane.kv, model, limits, recorder, drafters, captured
+            )
         for pool in (lane.runner.pool, drafter.pool):
             pool.keys.fill_(POISON)
             pool.values.fill_(POISON)
