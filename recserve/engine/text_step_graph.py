@@ -392,7 +392,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         drawn = 0 if self.draft_values is None else nodes
         masked = 0 if self.mask_bits is None else nodes
         placed = 0 if self.captured is None else nodes
-        sizes: list[int] = [5 * nodes, texts + 1, *[texts] * 4, drawn, masked, placed]
+        some: list[int] = [texts, texts, texts, texts, drawn, masked, placed]
+        sizes: list[int] = [5 * nodes, texts + 1, *some]
         bounds: list[int] = [0, *accumulate(sizes), block.shape[0]]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
         return _StepColumns(
