@@ -358,7 +358,11 @@ class RequestContext:
         return await on_thread(self.state.threads.items, function, self.client)
 
     async def prepare(
-        self, function: Callable[[], A], deadline_s: float, pool: FairThreads | None
+        self,
+        function: Callable[[], A],
+        deadline_s: float,
+        pool: FairThreads | None,
+        size: int = 0,
     ) -> A:
         """Calls a function that prepares a request, unless the request is too late or too many.
 
@@ -366,6 +370,7 @@ class RequestContext:
             function: Checks the request and submits its queries to the engine.
             deadline_s: time.monotonic() value of the deadline.
             pool: Threads for a request that takes long to prepare; None calls it here.
+            size: As in `FairThreads.submit`.
 
         Raises:
             QueueFull: If the request would be prepared for a queue that is full, or if its client
@@ -388,7 +393,7 @@ class RequestContext:
             return call()
         # A full queue is no reason to wait.
         self.service.engine.check_queue(self.models, self.client)
-        return await on_thread(pool, call, self.client, deadline_s)
+        return await on_thread(pool, call, self.client, deadline_s, size)
 
     async def submit(
         self,

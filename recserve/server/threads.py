@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from recserve.core.client import Client
@@ -29,6 +30,15 @@ CLOSING = "the server is closing"
 LATE = "the deadline passed before the request was prepared"
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call that waits for a thread."""
+
+    future: Future[Any]
+    function: Callable[[], Any]
+    size: int
+
+
 class FairThreads:
     """A pool of threads that is shared evenly between clients.
 
@@ -36,6 +46,9 @@ class FairThreads:
     and of several such clients that of the one served longest ago. A client may use a share of the
     threads that other clients leave, and a share of the places in the line of waiting calls. A call
     of a client that has none therefore starts at once, or after one call of each other client.
+
+    Calls of one client may have sizes. Then its oldest and its smallest call take turns, so that a
+    small call overtakes large ones, and a large one waits for at most one other per older call.
 
     Attributes:
         num_threads: Number of threads.
@@ -53,11 +66,17 @@ class FairThreads:
         self._num_started = self._num_idle = 0  # threads
         self._closed = False
         # The client that was served longest ago comes first.
-        self._waiting: dict[bytes, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._waiting: dict[bytes, deque[_Call]] = {}
+        self._overtaken: set[bytes] = set()  # clients whose last call was not their oldest
         self._running: dict[bytes, int] = {}
 
-    def submit(self, function: Callable[[], A], client: Client) -> Future[A]:
+    def submit(self, function: Callable[[], A], client: Client, size: int = 0) -> Future[A]:
         """Calls a function on a thread, when it is the client's turn.
+
+        Args:
+            function: Called without arguments.
+            client: Who waits for it.
+            size: How large the call is, in any unit, compared with others of the pool.
 
         Raises:
             QueueFull: If the line is full, or the client has its share of it.
@@ -69,7 +88,7 @@ class FairThreads:
                 raise RuntimeError(CLOSING)
             self.line.check(key, 1)
             self.line.take(key)
-            self._waiting.setdefault(key, deque()).append((future, function))
+            self._waiting.setdefault(key, deque()).append(_Call(future, function, size))
             self._wake()
         return future
 
@@ -78,7 +97,7 @@ class FairThreads:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            waiting = [future for calls in self._waiting.values() for future, _ in calls]
+            waiting = [call.future for calls in self._waiting.values() for call in calls]
             self._waiting.clear()
         for future in waiting:
             future.cancel()
@@ -110,14 +129,14 @@ class FairThreads:
                     self._num_idle += 1
                     self._changed.wait()
                     self._num_idle -= 1
-                future, call = self._take(client)
+                call = self._take(client)
                 self._wake()
-            if future.set_running_or_notify_cancel():
+            if call.future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(call())
+                    call.future.set_result(call.function())
                 except BaseException as error:
-                    future.set_exception(request_error(error))
-            del future, call
+                    call.future.set_exception(request_error(error))
+            del call
 
     def _choose(self) -> bytes | None:
         """Returns the client whose oldest call starts next; None if no call may start."""
@@ -133,12 +152,21 @@ class FairThreads:
                 best, fewest = client, own
         return best
 
-    def _take(self, client: bytes) -> tuple[Future[Any], Callable[[], Any]]:
-        """Removes the oldest call of a client, which is then the last one to be served again."""
+    def _take(self, client: bytes) -> _Call:
+        """Removes a call of a client, which is then the last one to be served again."""
         calls = self._waiting.pop(client)
-        found = calls.popleft()
+        found = calls[0]
+        if client in self._overtaken:
+            self._overtaken.discard(client)
+        elif found.size:
+            found = min(calls, key=lambda call: call.size)
+            if found is not calls[0]:
+                self._overtaken.add(client)
+        calls.remove(found)
         if calls:
             self._waiting[client] = calls
+        else:
+            self._overtaken.discard(client)
         self.line.leave(client)
         self._running[client] = self._running.get(client, 0) + 1
         return found
@@ -157,8 +185,8 @@ class Threads:
         changes: Calls that read or change events and items, and wait for the store or the disk.
         items: Large requests for items.
         text: Chat templates and tokenisation.
-        grammars: Constraints that no request has had before. Requests without one never wait for
-            them.
+        grammars: Constraints that no request has had before, with the sizes of their grammars.
+            Requests without one never wait for them.
         reports: Metrics, and other handlers that are no coroutines.
     """
 
@@ -184,7 +212,11 @@ class Threads:
 
 
 async def on_thread(
-    pool: FairThreads, function: Callable[[], A], client: Client, deadline_s: float | None = None
+    pool: FairThreads,
+    function: Callable[[], A],
+    client: Client,
+    deadline_s: float | None = None,
+    size: int = 0,
 ) -> A:
     """Returns what a function returns on a thread of the pool.
 
@@ -193,6 +225,7 @@ async def on_thread(
         function: Called on one of them.
         client: Who waits for it.
         deadline_s: time.monotonic() value at which a call that still waits is dropped; None waits.
+        size: As in `FairThreads.submit`.
 
     Raises:
         QueueFull: If the client has its share of the waiting calls, or too many wait.
@@ -200,7 +233,7 @@ async def on_thread(
         NotReady: If the pool takes no more work.
     """
     try:
-        call = pool.submit(function, client)
+        call = pool.submit(function, client, size)
     except (QueueFull, NotReady):
         raise
     except RuntimeError as error:

@@ -100,8 +100,9 @@ class Uncompiled(Exception):  # noqa: N818  no failure: what the request waits f
 
     Attributes:
         compile: Compiles it for the cache, where a refusal is cached too.
+        size: Characters of its texts, at least 1.
     """
 
-    def __init__(self, compile_it: Callable[[], object]) -> None:
+    def __init__(self, compile_it: Callable[[], object], size: int) -> None:
         super().__init__("the constraint is not compiled")
-        self.compile = compile_it
+        self.compile, self.size = compile_it, size

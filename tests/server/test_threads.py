@@ -21,10 +21,10 @@ class Tasks:
         self.pool, self.began, self.ends = pool, [], {}
         self._changed = threading.Condition()
 
-    def submit(self, client, number=0):
+    def submit(self, client, number=0, size=0):
         name = client, number
         self.ends[name] = threading.Event()
-        return self.pool.submit(lambda: self._run(name), Client(client))
+        return self.pool.submit(lambda: self._run(name), Client(client), size)
 
     def _run(self, name):
         with self._changed:
@@ -101,6 +101,24 @@ def test_equal_clients_take_turns(tasks_of):
     assert [client for client, _ in tasks.began[1:]] == [b"a", b"b", b"c"] * 4
     for client in (b"a", b"b", b"c"):
         assert [n for one, n in tasks.began if one == client] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_small_call_overtakes_large_ones_and_a_large_one_is_served(tasks_of, seed):
+    """Among calls of one client; each waits for at most one other per call before it."""
+    random = np.random.default_rng(seed)
+    tasks, client = tasks_of(1, share=1.0), random.choice([b"", b"client"])
+    tasks.submit(client)
+    tasks.wait_for(1)
+    sizes = random.integers(2, 9, 20).tolist()
+    sizes += [1, *random.integers(2, 9, int(random.integers(5))).tolist()]
+    futures = [tasks.submit(client, 1 + n, size) for n, size in enumerate(sizes)]
+    tasks.end_all()
+    for future in futures:
+        future.result(60)
+    order = [number for _, number in tasks.began[1:]]
+    assert order.index(21) < 2
+    assert all(order.index(number) < 2 * number for number in range(1, 1 + len(sizes)))
 
 
 def test_a_share_of_the_waiting_calls(tasks_of):

@@ -52,7 +52,7 @@ async def _prepare(
         try:
             return await context.prepare(begin, deadline_s, threads.text)
         except Uncompiled as needed:
-            await context.prepare(needed.compile, deadline_s, threads.grammars)
+            await context.prepare(needed.compile, deadline_s, threads.grammars, needed.size)
 
 
 async def write_texts(

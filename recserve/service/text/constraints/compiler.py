@@ -71,7 +71,7 @@ class ConstraintCompiler:
         found = None if wanted is None else self._cached(wanted)
         if found is None and wanted is not None:
             if cached:
-                raise Uncompiled(partial(self._compiled, wanted))
+                raise Uncompiled(partial(self._compiled, wanted), max(1, _length(wanted)))
             found = self._compiled(wanted)
         if isinstance(found, UnfitGrammar):
             raise InvalidRequest(f"{param}{found.path}", str(found))
@@ -100,8 +100,7 @@ class ConstraintCompiler:
             return found[0]
 
     def _store(self, wanted: Grammar | Choices, found: Compiled | UnfitGrammar) -> None:
-        texts = (wanted.text,) if isinstance(wanted, Grammar) else wanted.texts
-        size = 1024 + sum([len(text) for text in texts]) * 4
+        size = 1024 + _length(wanted) * 4
         if not isinstance(found, UnfitGrammar):
             size += found.num_bytes
         with self._lock:
@@ -128,3 +127,8 @@ class ConstraintCompiler:
         except UnspelledChoice as error:
             raise UnfitGrammar(f"[{error.place}]", str(error)) from None
         return ChoiceTrie(tokens, lengths, self.vocab_size, self.end_tokens)
+
+
+def _length(wanted: Grammar | Choices) -> int:
+    """Returns how many characters a constraint has."""
+    return len(wanted.text) if isinstance(wanted, Grammar) else sum(map(len, wanted.texts))
