@@ -18,6 +18,7 @@ from recserve.kernels.attention.exact import ExactPool, exact_attention
 from recserve.kernels.tree import TokenTree, chain, from_parents
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.adapters import DecoderAdapter, RankerAdapter
+from recserve.models.imported_model import ImportedModel
 from recserve.models.inputs import NodeInputs
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import PackedLinear, keep_rows_alike
@@ -70,15 +71,21 @@ def invariant_runner(
             "pack_weights, where torch has oneDNN"
         )
     keep_rows_alike(model)
+    if isinstance(model, ImportedModel):
+        model.pack_outputs()  # a request may name another rule than that of the model
     if items is not None:
         items.one_by_one = True
     slots = 2 * (sum(CHUNKS) + NODES) + max(OTHER_ROWS)
     scratch = ExactPool(adapter.kv_shape, slots, 1, kv_dtype, adapter.device)
     with torch.inference_mode():
         if difference := _Trial(Runner(adapter, scratch, exact_attention), model).difference():
+            threads = torch.get_num_threads()
+            ways = ["threads 1"] * (threads > 1)
+            ways += ["float32"] * (adapter.dtype != torch.float32)
             raise NotInvariant(
-                f"invariant: the {name} computes different bits {difference}, with "
-                f"{torch.get_num_threads()} threads and {adapter.dtype}; try threads 1 or float32"
+                f"invariant: the {name} computes different bits {difference}, with {threads} "
+                f"threads and {adapter.dtype}; "
+                + (f"try {' or '.join(ways)}" if ways else "serve it without invariant here")
             )
     pool = ExactPool(adapter.kv_shape, num_pages, page_size, kv_dtype, adapter.device)
     return Runner(adapter, pool, exact_attention)

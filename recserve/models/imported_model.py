@@ -333,14 +333,24 @@ class ImportedModel(nn.Module):
     def pack(self) -> None:
         """Packs the weights for this CPU (packing.py); it cannot be saved afterwards."""
         pack_weights(self.decoder)
-        if packable(self.head.weight):
-            levels = range(len(self.config.codebook_sizes))
-            if self.config.normalization == "vocabulary":
-                self._packed_head = PackedLinear(self.head.weight)
-            else:
-                packed = (PackedLinear(self.level_codes(level)) for level in levels)
-                self._packed_levels = nn.ModuleList(packed)
+        self._pack_outputs(self.config.normalization == "vocabulary")
         self.pack_search()
+
+    @torch.no_grad()
+    def pack_outputs(self) -> None:
+        """Packs the rows of the head for every rule, and not for that of the model alone."""
+        self._pack_outputs(self._packed_head is None)
+
+    def _pack_outputs(self, whole: bool) -> None:
+        """Packs the head for the rule `vocabulary`, or its levels for the others."""
+        if not packable(self.head.weight):
+            return
+        if whole:
+            self._packed_head = PackedLinear(self.head.weight)
+        else:
+            levels = range(len(self.config.codebook_sizes))
+            packed = (PackedLinear(self.level_codes(level)) for level in levels)
+            self._packed_levels = nn.ModuleList(packed)
 
     @torch.no_grad()
     def pack_search(self) -> None:

@@ -153,6 +153,7 @@ MAP_TRAPS = {
     "rule": ("minionerec", "rule", "warn", "The original's rule is vocabulary"),
     "vocabulary": ("lc-rec", "rule", "ok", "all 298 tokens"),
     "end tokens": ("minionerec", "rule", "ok", r"'\n' and '</s>' (tokens [200, 1])"),
+    "divisor": ("lc-rec", "divisor", "ok", "to the power of 1, here up to 4"),
     "memory": ("lc-rec", "beams", "warn", "lowers the number of beams by one"),
     "absent": ("minionerec", "import", "fail", "has the code <a_1>, which is no token"),
     "unequal": ("lc-rec", "import", "fail", "item '3' has the id"),

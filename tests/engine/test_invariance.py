@@ -163,10 +163,13 @@ def test_the_mode_is_refused_where_it_does_not_hold(monkeypatch):
         return honest(self, x) * (1 + 1e-6 * (x.shape[0] < 4))
 
     monkeypatch.setattr(PackedLinear, "forward", lonely)
-    with pytest.raises(
-        NotInvariant, match="different bits for 1 rows of a prefix with 0 other rows, with"
-    ):
-        build_engine(EngineModels(text=packed(long_sums())), SIZES)
+    for threads, advice in ((1, "serve it without invariant here"), (2, "try threads 1")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        with pytest.raises(
+            NotInvariant,
+            match=f"bits for 1 rows of a prefix with 0 other rows, with {threads} .*; {advice}$",
+        ):
+            build_engine(EngineModels(text=packed(long_sums())), SIZES)
     monkeypatch.undo()
     build_engine(EngineModels(text=packed(long_sums())), SIZES)
 

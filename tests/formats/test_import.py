@@ -199,6 +199,8 @@ def test_an_import_is_served_like_an_own_bundle(name, tmp_path):
         ("openonerec", ServiceOptions(dtype="bfloat16"), 0.5),
         ("generic", ServiceOptions(engine=EngineConfig(kv_dtype="fp8")), 1.5),
         ("minionerec", ServiceOptions(engine=EngineConfig(kv_bytes=2**20)), 0.0),
+        ("minionerec", ServiceOptions(engine=EngineConfig(invariant=True)), 0.0),
+        ("generic", ServiceOptions(engine=EngineConfig(invariant=True)), 0.0),
     ],
 )
 def test_an_import_takes_the_settings_of_own_bundles(name, given, far, tmp_path):
