@@ -97,7 +97,7 @@ class Note(NamedTuple):
     tokens: list[int]
     budget: Budget
     draft: TextDraft
-    output: torch.Tensor | None
+    output: torch.Tensor
 
 
 def recording(drafter) -> list[Note]:
@@ -107,7 +107,7 @@ def recording(drafter) -> list[Note]:
     def noted(contexts, budgets):
         drafts = propose(contexts, budgets)
         for context, budget, draft in zip(contexts, budgets, drafts, strict=True):
-            known = drafter._outputs.get(context.id, (0, None))[1]
+            known = drafter._contexts_by_row.of(context.table)[context.row].clone()
             notes.append(Note(context, list(context.tokens), budget, draft, known))
         return drafts
 

@@ -8,6 +8,9 @@ The keys and values of position p in the network's context come from the target'
 lie in the slot of p + 1, as the protocol of `Drafter` asks.
 
 At a temperature above 0 the candidates of each position are ranked with the target's own noise.
+
+A captured draft stores the entries of new states, and then drafts. `read` and `propose` launch the
+same parts of it.
 """
 
 from __future__ import annotations
@@ -24,18 +27,35 @@ from recserve.drafters.block.files import load_block
 from recserve.drafters.block.heads import pair_scores
 from recserve.drafters.block.network import Block
 from recserve.drafters.block.questions import block_questions
-from recserve.drafters.shared.lattice_tree import Lattice, lattice_drafts, most_candidates
+from recserve.drafters.shared.lattice_tree import (
+    Lattice,
+    lattice_drafts,
+    lattice_nodes,
+    lattice_sizes,
+    most_candidates,
+)
 from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.new_states import LastValues, entries_within, last_rows, new_rows
 from recserve.drafters.shared.noisy import LEAST_SCALE, DraftedTexts, noisy_logits
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree import chains
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, StateSpan, TextContext, entries_before
+from recserve.speculation.drafter import (
+    READ,
+    CapturableDrafter,
+    Drafter,
+    DraftForm,
+    DraftInputs,
+    DraftPlan,
+    StateSpan,
+    TextContext,
+    entries_before,
+)
 from recserve.speculation.open_question import CheckpointAmbiguity
 
 NUM_CANDIDATES, NUM_NODES = 16, 32
@@ -49,10 +69,14 @@ class _Drafted:
     Attributes:
         anchors: [B] last committed token.
         drawn: How they draw.
+        known: Where the entries of each text lie, one for each position before the anchor.
+        fixed_shapes: As in `TreeBatch`.
     """
 
     anchors: Tensor
     drawn: DraftedTexts
+    known: Prefixes
+    fixed_shapes: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +138,7 @@ class BlockDrafter(Drafter):
         self.scratch_slots = MAX_TEXTS * config.block_size
         # For each text, how many tokens it had when its entries were complete.
         self._texts: dict[int, int] = {}
+        self._anchors = LastValues((), torch.int64)
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> BlockDrafter:
@@ -141,17 +166,25 @@ class BlockDrafter(Drafter):
     def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed positions from the target's states."""
         slots, device = [], self.pool.keys.device
-        positions = []
+        positions, rows, anchors = [], [], []
         for part in parts:
-            first, stop = part.first, part.first + part.states.shape[0]
-            slots.append(part.context.slots[first + 1 : stop + 1])
+            first, stop, context = part.first, part.first + part.states.shape[0], part.context
+            slots.append(context.slots[first + 1 : stop + 1])
             positions.append(torch.arange(first, stop, device=device))
-            self._texts[part.context.id] = stop + 1
+            rows.append(context.row)
+            anchors.append(context.tokens[stop])
+            self._texts[context.id] = stop + 1
+        table = parts[0].context.table
+        assert table is not None
+        last = on_device([rows, anchors], device)
+        self._anchors.of(table).index_copy_(0, last[0], last[1])
         states = torch.cat([part.states for part in parts])
-        places = torch.cat(slots)
-        entries = self.network.entries(states, torch.cat(positions))
-        for layer, (key, value) in enumerate(entries):
-            self.pool.write(layer, places, key, value)
+        self._store(states, torch.cat(positions), torch.cat(slots))
+
+    def _store(self, states: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Stores the entries of states [T, F] at positions [T] in slots [T]."""
+        for layer, (key, value) in enumerate(self.network.entries(states, positions)):
+            self.pool.write(layer, slots, key, value)
 
     @torch.inference_mode()
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
@@ -162,8 +195,7 @@ class BlockDrafter(Drafter):
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             most = allowed(context, budget, self.num_nodes)
             limits.append(most)
-            known = self._texts.get(context.id) == len(context.tokens)
-            if known and most.num_nodes and most.depth:
+            if self.is_ready(context) and most.num_nodes and most.depth:
                 groups.setdefault(1 if only_chains(context) else None, []).append(i)
         for width, rows in groups.items():
             for start in range(0, len(rows), MAX_TEXTS):
@@ -174,15 +206,79 @@ class BlockDrafter(Drafter):
                     drafts[i] = draft
         return drafts
 
+    @property
+    def capturable(self) -> CapturableDrafter | None:
+        """The drafter itself."""
+        return self
+
+    @property
+    def forms(self) -> Seq[DraftForm]:
+        """Trees and chains over all slots."""
+        slots = self.network.config.num_slots
+        return (
+            DraftForm("tree", slots, forks=self.num_candidates > 1),
+            DraftForm("chain", slots),
+        )
+
+    @property
+    def most_new_states(self) -> int:
+        """A step accepts at most a node of each slot, and node 0."""
+        return self.network.config.num_slots + 1
+
+    @property
+    def most_texts(self) -> int:
+        """Texts that fit into the scratch memory."""
+        return MAX_TEXTS
+
+    def is_ready(self, context: TextContext) -> bool:
+        """Whether the entries before the last committed token are complete."""
+        return self._texts.get(context.id) == len(context.tokens)
+
+    def note_new(self, context: TextContext, first: int) -> bool:
+        """Notes that the entries before the last committed token will be complete."""
+        known = self._texts.get(context.id) == first + 1
+        self._texts[context.id] = len(context.tokens)
+        return known
+
+    def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
+        """Plans a tree or a chain."""
+        most = allowed(context, budget, self.num_nodes)
+        depth, (tree, chain) = min(most.depth, self.network.config.num_slots), self.forms
+        form, width = (chain, 1) if only_chains(context) else (tree, None)
+        sizes = lattice_sizes(self.num_candidates, depth, most.num_nodes, width)
+        count = min(most.num_nodes, sizes[depth])
+        return DraftPlan(form, count, min(depth, count)) if count else DraftPlan(READ, 0, 0)
+
+    def draft(self, inputs: DraftInputs, form: DraftForm) -> tuple[Tensor, Tensor] | None:
+        """Stores the entries of the new states, then drafts from one block."""
+        batch = new_rows(inputs, self.pool)
+        self._store(inputs.new_states.flatten(0, 1), batch.positions(), batch.slots)
+        anchors = self._anchors.update(inputs, inputs.new_tokens.flatten()[last_rows(inputs)])
+        if not form.depth:
+            return None
+        texts = _Drafted(
+            anchors,
+            DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy),
+            entries_within(inputs, inputs.lengths - 1),
+            fixed_shapes=True,
+        )
+        most, width = inputs.most_nodes, None if form.forks else 1
+        lattice = self._lattice(texts, form.depth)
+        nodes = lattice_nodes(lattice, inputs.depths, inputs.num_nodes, most, width)
+        return nodes.tokens, nodes.parents
+
     def lattice(self, contexts: Seq[TextContext], depth: int) -> Lattice:
         """Returns the candidates of the first `depth` slots of texts whose entries are complete."""
         device = self.pool.keys.device
         texts = _Drafted(
             anchors=on_device([context.tokens[-1] for context in contexts], device),
             drawn=DraftedTexts.of(contexts, device),
+            known=entries_before(contexts, [len(context.tokens) - 1 for context in contexts]),
         )
-        known = entries_before(contexts, [len(context.tokens) - 1 for context in contexts])
-        outputs = self.outputs(texts.anchors, known)[:, : max(depth, 1)]
+        return self._lattice(texts, max(depth, 1))
+
+    def _lattice(self, texts: _Drafted, depth: int) -> Lattice:
+        outputs = self._run_blocks(texts)[:, :depth]
         logits = self.network.logits(outputs, self.target)
         if self.network.config.markov is not None:
             return self._markov_lattice(outputs, logits, texts)
@@ -196,36 +292,29 @@ class BlockDrafter(Drafter):
         pairs = self._scaled(contexts_of, selector.successors, ranked, texts)
         return Lattice(tokens, pairs.log_softmax(-1))
 
-    def outputs(self, anchors: Tensor, known: Prefixes) -> Tensor:
-        """Returns the network's outputs [B, K, E] for one block per text.
-
-        Args:
-            anchors: [B] last committed tokens.
-            known: Where the entries of each text lie, one for each position before the anchor.
-        """
-        config, count = self.network.config, len(known)
-        size = config.block_size
-        index = torch.arange(count * size, device=anchors.device)
-        depths = index % size
-        chains = TokenTree(
-            tokens=index,  # not read: the rows are embedded here
-            parents=torch.where(depths > 0, index - 1, -1),
-            depths=depths,
-            ends=(index // size + 1) * size,
-            offsets=torch.arange(0, count * size + 1, size, device=anchors.device),
-        )
-        slots = index + self.pool.spare_slot + self.pool.page_size
+    def _run_blocks(self, texts: _Drafted) -> Tensor:
+        """Returns the network's outputs [B, K, E] for one block per text."""
+        config, known, anchors = self.network.config, texts.known, texts.anchors
+        count, size = len(known), config.block_size
+        blocks = chains(count, size, anchors.device)  # the rows are embedded here
+        slots = blocks.tokens + self.pool.spare_slot + self.pool.page_size
         # One attention per kind of layer.
         windows = config.windows or (0,) * len(config.causal)
         kinds = list(zip(config.causal, windows, strict=True))
         attends = {}
         for causal, window in set(kinds):
             shared = None if causal else torch.full_like(anchors, size)
-            seen = known.last(window - 1) if window else known
-            batch = TreeBatch(replace(chains, shared=shared), None, slots, seen, [size] * count)
+            batch = TreeBatch(
+                replace(blocks, shared=shared),
+                None,
+                slots,
+                _last(known, window - 1) if window else known,
+                [size] * count,
+                fixed_shapes=texts.fixed_shapes,
+            )
             attends[causal, window] = PagedAttention(batch, self.pool)
         rows = self.network.embed(anchors, self.target).flatten(0, 1)
-        positions = known.lengths.repeat_interleave(size) + depths
+        positions = known.lengths.repeat_interleave(size) + blocks.depths
         outputs: Tensor = self.network(rows, positions, [attends[kind] for kind in kinds])
         return outputs.view(count, -1, outputs.shape[-1])
 
@@ -270,6 +359,14 @@ class BlockDrafter(Drafter):
             tokens.append(above)
             logprobs.append(pairs[:, 0].log_softmax(-1))
         return Lattice(torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1))
+
+
+def _last(known: Prefixes, count: int) -> Prefixes:
+    """Returns the last `count` entries of each text, or all of a text that has fewer."""
+    if known.places is not None:
+        return known.last(count)
+    lengths = known.lengths.clamp(max=count)
+    return Prefixes.on_device(known.slots, known.starts + known.lengths - lengths, lengths, count)
 
 
 def _predecessors(tokens: Tensor, anchors: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from recserve.drafters.block.heads import (
     MarkovHead,
     SelectorConfig,
 )
+from recserve.kernels.host import on_device
 from recserve.models.attention import Attend, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import RMSNorm, Silu
@@ -302,5 +303,5 @@ class Block(nn.Module):
 
     def _rope(self, positions: Tensor, x: Tensor) -> Rope:
         if self._frequencies.device != x.device:
-            self._frequencies = self._frequencies.to(x.device)
+            self._frequencies = on_device(self._frequencies, x.device)
         return Rope(positions, self._frequencies, x.dtype, self.config.decoder.rope_scale)

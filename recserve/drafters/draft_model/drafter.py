@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from recserve.drafters.shared.noisy import best_with_noise
 from recserve.drafters.shared.rank_tree import RankTree, expansion_tree
 from recserve.kernels.acceptance.noise import DRAFT, gumbel, step_keys
 from recserve.kernels.host import on_device
+from recserve.kernels.tree_batch import Prefixes
 from recserve.models.language_model import LanguageModel
 from recserve.models.loading import load_language_model
 from recserve.models.packing import pack_weights
@@ -144,7 +146,7 @@ class ModelDrafter(Drafter):
             cache.read_new(names, [context.tokens for context in contexts]),
             list(range(len(contexts))),
             [-1] * len(contexts),
-            [reading.slots for reading in readings],
+            _Paths.of(readings, shapes),
         )
         places = [[0] * len(shape) for shape in shapes]
         tokens: list[Tensor] = []
@@ -183,10 +185,10 @@ class ModelDrafter(Drafter):
             [readings[owner].nodes[node] for owner, node in zip(owners, nodes, strict=True)],
             tokens.device,
         )
-        prefixes = [frontier.paths[level.parents[k]] for k in level.inner]
-        hidden = self._cache.read(Chains(tokens[inner], slots, [1] * len(owners), prefixes))
-        paths = [torch.cat([prefix, slots[i : i + 1]]) for i, prefix in enumerate(prefixes)]
-        return _Frontier(hidden, owners, nodes, paths)
+        parents = [level.parents[k] for k in level.inner]
+        chains = Chains(tokens[inner], slots, [1] * len(owners), frontier.paths.prefixes(parents))
+        hidden = self._cache.read(chains)
+        return _Frontier(hidden, owners, nodes, frontier.paths.grown(parents, slots))
 
 
 def load_draft_model(folder: Path, target: LanguageModel) -> LanguageModel:
@@ -205,13 +207,64 @@ class _Frontier:
         hidden: [F, E] final hidden states.
         owners: Index of each node's sequence.
         nodes: Number of each node in its draft; -1 for the last committed token.
-        paths: Slots of all tokens up to and including the node.
+        paths: Slots of all tokens up to and including each node.
     """
 
     hidden: Tensor
     owners: list[int]
     nodes: list[int]
-    paths: list[Tensor]
+    paths: _Paths
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """Slots of the tokens above and at each node of a frontier.
+
+    The paths of chains lie side by side from the start, with the slots of all their nodes, so that
+    a level only moves their ends. Those of other trees are copied level by level.
+
+    Attributes:
+        slots: [N] slots of all paths.
+        starts: First place of each path.
+        lengths: Tokens of each path.
+        chains: Whether no node has siblings.
+    """
+
+    slots: Tensor
+    starts: list[int]
+    lengths: list[int]
+    chains: bool
+
+    @staticmethod
+    def of(readings: Seq[Reading], shapes: Seq[RankTree]) -> _Paths:
+        """Returns the paths of the last committed tokens."""
+        chains = all(shape.depth == len(shape) for shape in shapes)
+        device = readings[0].slots.device
+        inner = [list(reading.nodes.values()) if chains else [] for reading in readings]
+        parts = [reading.slots for reading in readings]
+        if any(inner):
+            below = torch.split(on_device(sum(inner, []), device), [len(own) for own in inner])
+            parts = [part for pair in zip(parts, below, strict=True) for part in pair]
+        lengths = [len(reading.host_slots) for reading in readings]
+        sizes = [length + len(own) for length, own in zip(lengths, inner, strict=True)]
+        starts = list(accumulate(sizes[:-1], initial=0))
+        return _Paths(torch.cat(parts), starts, lengths, chains)
+
+    def prefixes(self, parents: list[int]) -> Prefixes:
+        """Returns the paths of some nodes."""
+        starts = [self.starts[parent] for parent in parents]
+        return Prefixes(self.slots, starts, [self.lengths[parent] for parent in parents])
+
+    def grown(self, parents: list[int], slots: Tensor) -> _Paths:
+        """Returns the paths of children of some nodes, whose slots are [C]."""
+        lengths = [self.lengths[parent] + 1 for parent in parents]
+        if self.chains:
+            starts = [self.starts[parent] for parent in parents]
+            return _Paths(self.slots, starts, lengths, chains=True)
+        above = self.prefixes(parents)
+        parts = [part for i, path in enumerate(above) for part in (path, slots[i : i + 1])]
+        starts = list(accumulate(lengths[:-1], initial=0))
+        return _Paths(torch.cat(parts), starts, lengths, chains=False)
 
 
 @dataclass(frozen=True)
@@ -285,9 +338,9 @@ class _Draw:
         temperature = table.temperature[owners]
         rows = sampling.temper(logits.float(), temperature)
         if table.truncates and self.way != "distinct":
-            rows = sampling.truncate(
-                rows, table.top_k[owners], table.top_p[owners], table.min_p[owners]
-            )
+            # A device sorts the vocabulary; the host need not read from it how far to look.
+            truncate = sampling.truncate if rows.is_cpu else sampling.truncate_fixed
+            rows = truncate(rows, table.top_k[owners], table.top_p[owners], table.min_p[owners])
         vocabulary, width = rows.shape[1], max(level.ranks) + 1
         if self.way == "chosen":
             if table.greedy:

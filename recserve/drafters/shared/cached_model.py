@@ -28,13 +28,13 @@ class Chains:
         tokens: [n] int64 new tokens.
         slots: [n] int64 slots for their keys and values.
         lengths: Number of new tokens in each chain.
-        prefixes: Per chain, the slots [L] of the whole prefix, in order.
+        prefixes: What the chains hang under.
     """
 
     tokens: Tensor
     slots: Tensor
     lengths: Seq[int]
-    prefixes: Seq[Tensor]
+    prefixes: Prefixes
 
     def tree(self) -> TokenTree:
         """Returns the chains as token trees."""
@@ -185,7 +185,7 @@ class CachedModel:
                 on_device(sum(new, []), self.device),
                 torch.cat([reading.slots[reading.num_read :] for reading in readings]),
                 lengths,
-                [reading.slots[: reading.num_read] for reading in readings],
+                Prefixes.of([reading.slots[: reading.num_read] for reading in readings]),
             )
         )
         for reading in readings:
@@ -199,7 +199,7 @@ class CachedModel:
         Returns:
             [n, E] final hidden states of the new tokens.
         """
-        batch = TreeBatch(chains.tree(), None, chains.slots, Prefixes.of(chains.prefixes))
+        batch = TreeBatch(chains.tree(), None, chains.slots, chains.prefixes)
         attend = PagedAttention(batch, self.pool)
         hidden: Tensor = self.model(chains.tokens, batch.positions(), attend)
         return hidden

@@ -6,7 +6,8 @@
 
 A node is never likelier than its parent, so the likeliest nodes form a tree. They are found level
 by level: a node among the n likeliest has its ancestors among them, and at its level at most n
-nodes. All texts are searched at once.
+nodes. All texts are searched at once. No shape depends on values, so a captured draft searches in
+the same way.
 
 If the log-probabilities do not depend on the predecessor, this is DDTree. With one node per level
 it is the greedy walk of DFlash2 and DSpark.
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recserve.drafters.shared.score_tree import BestNodes
+from recserve.kernels.host import on_device
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
 
 
@@ -72,13 +75,30 @@ def most_candidates(num_slots: int) -> int:
     return most - 1
 
 
+def lattice_sizes(
+    num_candidates: int, depth: int, most: int, width: int | None = None
+) -> list[int]:
+    """Returns the number of nodes that are kept within each depth, from 0 on.
+
+    Args:
+        num_candidates: C, candidates of a slot.
+        depth: Number of slots.
+        most: Nodes of the largest draft.
+        width: As for `lattice_drafts`.
+    """
+    sizes, last = [0], 1
+    for level in range(depth):
+        last = min(max(most - level, 1) if width is None else width, last * num_candidates)
+        sizes.append(sizes[-1] + last)
+    return sizes
+
+
 def lattice_drafts(
     lattice: Lattice, budgets: Seq[Budget], width: int | None = None
 ) -> list[TextDraft]:
     """Returns the likeliest nodes of each text within its budget, as a draft.
 
-    Of nodes with the same score those at smaller depths come first, and at the same depth those
-    with the smaller rank where their paths first differ.
+    The host reads nothing from a device. So the depth of a draft that lies there is a bound.
 
     Args:
         lattice: The candidates of all texts.
@@ -88,53 +108,80 @@ def lattice_drafts(
     Returns:
         One draft per text.
     """
-    device, (num_texts, num_slots, _) = lattice.tokens.device, lattice.tokens.shape
-    depths = [min(budget.depth, num_slots) for budget in budgets]
-    most = max(budget.num_nodes for budget in budgets)
-    if most < 1 or max(depths) < 1:
+    device, (num_texts, num_slots, num_candidates) = lattice.tokens.device, lattice.tokens.shape
+    depths = [max(min(budget.depth, num_slots), 0) for budget in budgets]
+    deepest, most = max(depths), max(budget.num_nodes for budget in budgets)
+    sizes = lattice_sizes(num_candidates, deepest, most, width)
+    counts = [
+        max(min(budget.num_nodes, sizes[depth]), 0)
+        for budget, depth in zip(budgets, depths, strict=True)
+    ]
+    if not any(counts):
         return [empty_draft(device)] * num_texts
-    levels = _levels(lattice, max(depths), most, width)
-    sizes = [level.keys.shape[1] for level in levels]
+    if deepest < num_slots:
+        lattice = Lattice(lattice.tokens[:, :deepest], lattice.logprobs[:, :deepest])
+    limits = on_device([depths, counts], device)
+    nodes = lattice_nodes(lattice, limits[0], limits[1], max(counts), width)
+    may_fork = device.type != "cpu" and width != 1
+    if device.type == "cpu":  # reading is free
+        depths = (nodes.levels.amax(1) + 1).tolist()
+    columns = nodes.tokens.unbind(), nodes.parents.unbind(), depths, counts
+    return [
+        TextDraft(tokens[:count], parents[:count], min(depth, count), may_fork=may_fork)
+        for tokens, parents, depth, count in zip(*columns, strict=True)
+    ]
+
+
+def lattice_nodes(
+    lattice: Lattice, depths: Tensor, counts: Tensor, most: int, width: int | None = None
+) -> BestNodes:
+    """Returns the likeliest nodes of each text, on the lattice's device.
+
+    Of nodes with the same score those at smaller depths come first, and at the same depth those
+    with the smaller rank where their paths first differ.
+
+    Args:
+        lattice: The candidates of all texts.
+        depths: [B] most levels.
+        counts: [B] number of nodes; there are as many within these levels.
+        most: N, largest number of nodes.
+        width: As for `lattice_drafts`.
+    """
+    device = lattice.tokens.device
+    levels = _levels(lattice, most, width)
     pool = _Paths(
         keys=torch.cat([level.keys for level in levels], dim=1),
         parents=torch.cat([level.parents for level in levels], dim=1),
         columns=torch.cat([level.columns for level in levels], dim=1),
         scores=torch.cat([level.scores for level in levels], dim=1),
     )
-    numbers = torch.tensor([n for n, size in enumerate(sizes) for _ in range(size)])
-    numbers = numbers.to(device, non_blocking=True)
-    limits = torch.tensor(depths).to(device, non_blocking=True)
-    counts = [
-        max(min(budget.num_nodes, sum(sizes[:depth])), 0)
-        for budget, depth in zip(budgets, depths, strict=True)
-    ]
-    scores = pool.scores.masked_fill(numbers >= limits[:, None], float("-inf"))
-    order = _largest(scores, max(counts))
-    rank = torch.arange(order.shape[1], device=device)
-    outside = rank >= torch.tensor(counts).to(device, non_blocking=True)[:, None]
-    chosen, depth = pool.select(order), numbers[order]
-    # Nodes outside the budget get keys behind all others.
-    keys, preorder = chosen.keys.masked_fill(outside, torch.iinfo(torch.int64).max).sort(dim=1)
-    chosen, depth = chosen.select(preorder), depth.gather(1, preorder)
+    numbers = torch.cat(
+        [
+            torch.full((level.keys.shape[1],), number, device=device)
+            for number, level in enumerate(levels)
+        ]
+    )
+    scores = pool.scores.masked_fill(numbers >= depths[:, None], float("-inf"))
+    order = _largest(scores, min(most, scores.shape[1]))
+    left_out = torch.arange(order.shape[1], device=device) >= counts[:, None]
+    chosen = pool.select(order)
+    # Nodes that are left out get keys behind all others, and so they lie behind them.
+    keys, preorder = chosen.keys.masked_fill(left_out, torch.iinfo(torch.int64).max).sort(dim=1)
+    chosen, number = chosen.select(preorder), numbers[order.gather(1, preorder)]
     parents = torch.searchsorted(keys, chosen.parents).masked_fill(chosen.parents == 0, -1)
-    tokens = lattice.tokens[torch.arange(num_texts, device=device)[:, None], depth, chosen.columns]
-    inside = rank < torch.tensor(counts).to(device, non_blocking=True)[:, None]
-    # The host needs the depths: the one wait of a draft.
-    deepest = torch.where(inside, depth + 1, 0).amax(1).tolist()
-    return [
-        TextDraft(tokens[text, :count], parents[text, :count], deepest[text])
-        for text, count in enumerate(counts)
-    ]
+    texts = torch.arange(keys.shape[0], device=device)[:, None]
+    tokens = lattice.tokens[texts, number, chosen.columns]
+    return BestNodes(tokens, parents, number.masked_fill(left_out, -1))
 
 
-def _levels(lattice: Lattice, depth: int, most: int, width: int | None) -> list[_Paths]:
+def _levels(lattice: Lattice, most: int, width: int | None) -> list[_Paths]:
     """Returns the likeliest nodes of each level, by ascending key."""
     device, (num_texts, num_slots, count) = lattice.tokens.device, lattice.tokens.shape
     ranks, base = torch.arange(count, device=device), count + 1
     root = torch.zeros(num_texts, 1, dtype=torch.int64, device=device)
     above = _Paths(root, root, root, root.float())
     found = []
-    for level in range(depth):
+    for level in range(num_slots):
         given = lattice.logprobs[:, level]
         if level and given.shape[1] > 1:
             given = given.gather(1, above.columns[..., None].expand(-1, -1, count))

@@ -6,6 +6,9 @@ request may name a static tree of ranks instead.
 
 At a temperature above 0 the tokens of each position are ranked with the target's own noise.
 
+A captured draft reads new states, and then drafts. `read` and `propose` launch the same parts of
+it.
+
 Source: SpecFormer (arXiv 2511.20340, section 3), which verifies a chain. The network is in
 drafters/specformer/network.py.
 """
@@ -19,8 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recserve.drafters.shared.lattice_tree import Lattice, lattice_drafts, most_candidates
+from recserve.drafters.shared.lattice_tree import (
+    Lattice,
+    lattice_drafts,
+    lattice_nodes,
+    lattice_sizes,
+    most_candidates,
+)
 from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.new_states import LastValues, last_rows, new_rows
 from recserve.drafters.shared.noisy import DraftedTexts, RankedColumns, likeliest
 from recserve.drafters.shared.rank_tree import RankTree, expansion_tree, rank_tree
 from recserve.drafters.specformer.files import load_specformer
@@ -34,7 +44,17 @@ from recserve.models.attention import PagedAttention
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
-from recserve.speculation.drafter import Drafter, StateSpan, TextContext, entries_before
+from recserve.speculation.drafter import (
+    READ,
+    CapturableDrafter,
+    Drafter,
+    DraftForm,
+    DraftInputs,
+    DraftPlan,
+    StateSpan,
+    TextContext,
+    entries_before,
+)
 from recserve.speculation.open_question import CheckpointAmbiguity
 from recserve.speculation.sampling_params import Speculation
 
@@ -79,8 +99,9 @@ class SpecformerDrafter(Drafter):
         self.width, self.num_nodes = min(width, target.config.vocab_size, most), num_nodes
         self.hidden_layers = network.config.target_layers
         self.kv_shape = KVShape(1, decoder.num_kv_heads, decoder.head_dim)
-        # The context at the state before the last committed token, and the number of tokens then.
-        self._outputs: dict[int, tuple[int, Tensor]] = {}
+        # For each text, how many tokens it had when its last context was computed.
+        self._texts: dict[int, int] = {}
+        self._contexts_by_row = LastValues((decoder.hidden_size,), target.tokens.weight.dtype)
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> SpecformerDrafter:
@@ -104,7 +125,7 @@ class SpecformerDrafter(Drafter):
 
     def forget(self, context_id: int) -> None:
         """Drops the context of a text."""
-        self._outputs.pop(context_id, None)
+        self._texts.pop(context_id, None)
 
     def check_tree(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that the slots cannot fill."""
@@ -140,9 +161,10 @@ class SpecformerDrafter(Drafter):
             PagedAttention(batch, self.pool),
             on_device(ends, device),
         )
-        for part, output in zip(parts, outputs, strict=True):
-            length = part.first + part.states.shape[0] + 1
-            self._outputs[part.context.id] = length, output
+        for part in parts:
+            self._texts[part.context.id] = part.first + part.states.shape[0] + 1
+        rows = on_device([part.context.row for part in parts], device)
+        self._contexts_by_row.of(prefixes.slots).index_copy_(0, rows, outputs)
 
     @torch.inference_mode()
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
@@ -152,9 +174,7 @@ class SpecformerDrafter(Drafter):
         rows = [
             i
             for i, (context, limit) in enumerate(zip(contexts, limits, strict=True))
-            if self._outputs.get(context.id, (0, None))[0] == len(context.tokens)
-            and limit.num_nodes
-            and limit.depth
+            if self.is_ready(context) and limit.num_nodes and limit.depth
         ]
         for start in range(0, len(rows), MAX_TEXTS):
             some = rows[start : start + MAX_TEXTS]
@@ -162,6 +182,67 @@ class SpecformerDrafter(Drafter):
             for i, draft in zip(some, made, strict=True):
                 drafts[i] = draft
         return drafts
+
+    @property
+    def capturable(self) -> CapturableDrafter | None:
+        """The drafter itself."""
+        return self
+
+    @property
+    def forms(self) -> Seq[DraftForm]:
+        """Trees and chains over all slots."""
+        slots = self.network.config.num_slots
+        return DraftForm("tree", slots, forks=self.width > 1), DraftForm("chain", slots)
+
+    @property
+    def most_new_states(self) -> int:
+        """A step accepts at most a node of each slot, and node 0."""
+        return self.network.config.num_slots + 1
+
+    @property
+    def most_texts(self) -> int:
+        """Texts that are drafted together."""
+        return MAX_TEXTS
+
+    def is_ready(self, context: TextContext) -> bool:
+        """Whether the context at the state before the last committed token is known."""
+        return self._texts.get(context.id) == len(context.tokens)
+
+    def note_new(self, context: TextContext, first: int) -> bool:
+        """Notes that the context at the state before the last committed token will be known."""
+        known = self._texts.get(context.id) == first + 1
+        self._texts[context.id] = len(context.tokens)
+        return known
+
+    def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
+        """Plans a tree or a chain. A request's static tree is launched."""
+        chains = only_chains(context)
+        if context.speculation.tree is not None and not chains:
+            return None
+        most, (tree, chain) = self._limit(context, budget), self.forms
+        form, width = (chain, 1) if chains else (tree, None)
+        sizes = lattice_sizes(self.width, most.depth, most.num_nodes, width)
+        count = min(most.num_nodes, sizes[most.depth])
+        return DraftPlan(form, count, min(most.depth, count)) if count else DraftPlan(READ, 0, 0)
+
+    def draft(self, inputs: DraftInputs, form: DraftForm) -> tuple[Tensor, Tensor] | None:
+        """Computes the contexts of the new states, then drafts from the last one."""
+        batch = new_rows(inputs, self.pool)
+        new = self.network.context(
+            inputs.new_states.flatten(0, 1),
+            batch.positions(),
+            PagedAttention(batch, self.pool),
+            last_rows(inputs),
+        )
+        contexts = self._contexts_by_row.update(inputs, new)
+        if not form.depth:
+            return None
+        drawn = DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy)
+        ranked = self._ranked(contexts, drawn, form.depth, self.width)
+        lattice = Lattice(ranked.columns, ranked.values[:, :, None])
+        most, width = inputs.most_nodes, None if form.forks else 1
+        nodes = lattice_nodes(lattice, inputs.depths, inputs.num_nodes, most, width)
+        return nodes.tokens, nodes.parents
 
     def _limit(self, context: TextContext, budget: Budget) -> Budget:
         """Returns the size of a text's draft: the engine's limit, the request's and its own."""
@@ -175,10 +256,18 @@ class SpecformerDrafter(Drafter):
         """Returns the drafts of texts whose context is known."""
         shapes = [_shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
         width = max(self.width, *(shape.width for shape in shapes if shape is not None), 1)
-        ranked = self._ranked(contexts, max(b.depth for b in budgets), width)
+        table, device = contexts[0].table, self.pool.keys.device
+        assert table is not None
+        rows = on_device([context.row for context in contexts], device)
+        ranked = self._ranked(
+            self._contexts_by_row.of(table)[rows],
+            DraftedTexts.of(contexts, device),
+            max(b.depth for b in budgets),
+            width,
+        )
         tokens, logprobs = ranked.columns, ranked.values
         free = [i for i, shape in enumerate(shapes) if shape is None]
-        rows = on_device(np.array(free, np.int64), tokens.device)
+        rows = on_device(np.array(free, np.int64), device)
         grown = iter(self._trees(tokens[rows], logprobs[rows], [budgets[i] for i in free]))
         return [
             next(grown) if shape is None else _filled(shape, own)
@@ -198,13 +287,20 @@ class SpecformerDrafter(Drafter):
         tokens, logprobs = tokens[..., : self.width], logprobs[..., : self.width]
         return lattice_drafts(Lattice(tokens, logprobs[:, :, None]), budgets)
 
-    def _ranked(self, contexts: Seq[TextContext], depth: int, width: int) -> RankedColumns:
-        """Returns tokens and log-probabilities [B, depth, width] of each slot, best first."""
-        device = self.pool.keys.device
-        states = self.network.slots(torch.stack([self._outputs[c.id][1] for c in contexts]), depth)
+    def _ranked(
+        self, contexts: Tensor, drawn: DraftedTexts, depth: int, width: int
+    ) -> RankedColumns:
+        """Returns tokens and log-probabilities [B, depth, width] of each slot, best first.
+
+        Args:
+            contexts: [B, E] rows of the network's context.
+            drawn: How the texts draw.
+            depth: Number of slots.
+            width: Tokens of a slot.
+        """
+        states = self.network.slots(contexts, depth)
         logits = self.target.logits(self.target.decoder.norm(states)).float()
-        slots = torch.arange(depth, device=device)
-        return likeliest(logits, DraftedTexts.of(contexts, device), slots, width)
+        return likeliest(logits, drawn, torch.arange(depth, device=contexts.device), width)
 
 
 def _shape(context: TextContext, budget: Budget) -> RankTree | None:

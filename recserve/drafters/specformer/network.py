@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from recserve.kernels.host import on_device
 from recserve.models.attention import Attend, DenseAttention, Rope, rope_frequencies
 from recserve.models.config import DecoderConfig
 from recserve.models.decoder import RMSNorm, Silu
@@ -157,5 +158,5 @@ class Specformer(nn.Module):
     def _turns(self, device: torch.device) -> Tensor:
         """Returns the rotary frequencies on a device."""
         if self._frequencies.device != device:
-            self._frequencies = self._frequencies.to(device)
+            self._frequencies = on_device(self._frequencies, device)
         return self._frequencies

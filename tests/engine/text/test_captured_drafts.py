@@ -14,9 +14,11 @@ from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepL
 from recserve.engine.text_trees import CapturedDrafts
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
+from tests.support.block_drafter import block
 from tests.support.mtp_drafter import mtp, peagle
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recorded_steps import POISON, Counted
+from tests.support.specformer_drafter import specformer
 from tests.support.text_engines import (
     assert_forgotten,
     assert_no_leak,
@@ -27,6 +29,14 @@ from tests.support.text_engines import (
 )
 from tests.support.text_plain import drawn_model
 
+
+def block_maker(variant):
+    """Returns a maker of a block drafter whose slots have `width` candidates."""
+    return lambda m, seed=0, width=3, num_nodes=12, **_: block(
+        m, variant, seed, num_candidates=width, num_nodes=num_nodes
+    )
+
+
 SIZES = {"width": 3, "depth": 4, "num_nodes": 12}
 MAKERS = {
     "eagle": lambda m, **sizes: eagle(m, fused=False, **sizes),
@@ -34,6 +44,13 @@ MAKERS = {
     "mtp": mtp,
     "qwen-mtp": lambda m, **sizes: mtp(m, qwen=True, **sizes),
     "peagle": peagle,
+    "dflash": block_maker("dflash"),
+    "windows": block_maker("windows"),
+    "dflash2": block_maker("dflash2"),
+    "dspark-rnn": block_maker("dspark-rnn"),
+    "specformer": lambda m, seed=0, width=3, num_nodes=12, **_: specformer(
+        m, seed, width=width, num_nodes=num_nodes
+    ),
 }
 STATIC = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
 
@@ -101,7 +118,7 @@ def drawn_requests(name, rng, count):
         )
         nodes = rng.choice((None, 2, 12, 30))
         rule, tree = ("rejection", None) if rng.random() < 0.2 else ("sample", None)
-        if rng.random() < 0.15:
+        if rng.random() < 0.15 and name != "block":
             tree = STATIC
         wanted = None if nodes is None else int(nodes)
         speculation = Speculation(name, rule, num_tokens=wanted, tree=tree)

@@ -1,0 +1,71 @@
+"""Where the rows of a captured draft's new states lie, on the device.
+
+Texts have different numbers of new states, but a captured draft has room for the same number in
+each. Rows after a text's own states are computed too, and written to the spare slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recserve.kernels.cache.kv_pool import KVPool
+from recserve.kernels.tree import chains
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.speculation.drafter import DraftInputs
+
+
+def entries_within(inputs: DraftInputs, stops: Tensor) -> Prefixes:
+    """Returns where the entries of rows 0 to `stops` [B] lie, as `entries_before`."""
+    width = inputs.table.shape[1]
+    return Prefixes.on_device(inputs.table, inputs.rows * width + 1, stops, width - 1)
+
+
+def new_rows(inputs: DraftInputs, pool: KVPool) -> TreeBatch:
+    """Returns the rows of B texts for their new states, one chain of S rows for each text."""
+    (texts, count), width = inputs.new_tokens.shape, inputs.table.shape[1]
+    places = torch.arange(count, device=inputs.rows.device)
+    own = places < inputs.new_counts[:, None]
+    first = inputs.lengths - 1 - inputs.new_counts
+    # The entry of a row lies in the slot of the next token.
+    at = torch.where(own, (inputs.rows * width + first + 1)[:, None] + places, 0)
+    slots = torch.where(own, inputs.table.view(-1)[at], pool.spare_slot).flatten()
+    tree, prefixes = chains(texts, count, slots.device), entries_within(inputs, first)
+    return TreeBatch(tree, None, slots, prefixes, [count] * texts, fixed_shapes=True)
+
+
+def last_rows(inputs: DraftInputs) -> Tensor:
+    """Returns [B] the row of each text's last new state; its first row where it has none."""
+    (texts, count), device = inputs.new_tokens.shape, inputs.rows.device
+    starts = torch.arange(0, texts * count, count, device=device)
+    return starts + (inputs.new_counts - 1).clamp(min=0)
+
+
+class LastValues:
+    """One value for each row of the slot table: what the last read of a text left.
+
+    Args:
+        size: Shape of a value.
+        dtype: Type of a value.
+    """
+
+    def __init__(self, size: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._size, self._dtype = size, dtype
+        self._values: Tensor | None = None
+
+    def of(self, table: Tensor) -> Tensor:
+        """Returns the values [R, *size] for a slot table [R, W], on its device."""
+        values = self._values
+        if values is None or len(values) != len(table) or values.device != table.device:
+            shape = len(table), *self._size
+            values = torch.zeros(shape, dtype=self._dtype, device=table.device)
+            self._values = values
+        return values
+
+    def update(self, inputs: DraftInputs, new: Tensor) -> Tensor:
+        """Stores the values [B, *size] of texts with new states; returns those of all B texts."""
+        values = self.of(inputs.table)
+        some = (inputs.new_counts > 0).view(-1, *[1] * len(self._size))
+        latest = torch.where(some, new, values[inputs.rows])
+        values.index_copy_(0, inputs.rows, latest)
+        return latest
