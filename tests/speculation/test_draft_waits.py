@@ -49,7 +49,7 @@ def drawn_requests(rng):
         )
         if rng.random() < 0.5:
             params = replace(params, top_k=12, top_p=0.9, min_p=0.02)
-        nodes = rng.choice((None, 1, 5, 16))
+        nodes = rng.choice((None, 1, 3, 16))
         speculation = Speculation(
             "own", str(rng.choice(("sample", "block"))), None if nodes is None else int(nodes)
         )

@@ -5,6 +5,10 @@ model and returns the distributions. For the other rules each level takes the to
 would draw, noise included, if its distribution were the draft model's. At temperature 0 these are
 the likeliest tokens.
 
+Drafts are launched level by level, and the host reads nothing from the device. They are not
+captured: the draft model's cache is the drafter's own, and the host knows its slots. A drawn draft
+also returns a distribution for each node.
+
 Sources: Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1), Chen et al. 2023 (arXiv 2302.01318,
 algorithm 2); trees: SpecInfer (arXiv 2305.09781, section 3.1).
 """

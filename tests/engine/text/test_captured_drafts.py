@@ -4,10 +4,13 @@ Captured and launched drafts are the same tokens and parents, so the texts are t
 drafter's pages hold the same entries.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from recserve.engine.capture import EagerRecorder
 from recserve.engine.draft_graph import DraftGraphs, DraftLimits
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
@@ -15,6 +18,7 @@ from recserve.engine.text_trees import CapturedDrafts
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
+from tests.support.grids import chosen
 from tests.support.mtp_drafter import mtp, peagle
 from tests.support.pretend_cuda import PretendCuda
 from tests.support.recorded_steps import POISON, Counted
@@ -182,23 +186,61 @@ def test_replayed_steps_read_drafts_where_they_lie():
     assert stats.graph_drafts["size"] == stats.graph_drafts["form"] == 0
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_drafted_step_waits_once(captured, force_kernels):
+@pytest.mark.parametrize("kind", chosen(list(MAKERS), "eagle3", "dspark-rnn", "specformer"))
+@torch.inference_mode()
+def test_a_draft_without_new_states_repeats_the_last(kind):
+    """What a drafter keeps of a text on the device is what its last states gave."""
+    model, compared = shared_model(), 0
+    drafter = MAKERS[kind](model, seed=5, **SIZES)
+    draft = drafter.draft
+
+    def twice(inputs, form):
+        nonlocal compared
+        first = draft(inputs, form)
+        if first is None:
+            return None
+        again = draft(replace(inputs, new_counts=torch.zeros_like(inputs.new_counts)), form)
+        own = torch.arange(first[0].shape[1]) < inputs.num_nodes[:, None]
+        for one, two in zip(first, again, strict=True):
+            assert torch.equal(one[own], two[own])
+        compared += int(own.any(1).sum())
+        return first
+
+    drafter.draft = twice
+    engine = engine_with(model, drafter, EagerRecorder(), pages=300)
+    rng = np.random.default_rng(2)
+    engine.run_many(drawn_requests(drafter.name, rng, 4))
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    "kind,captured",
+    [
+        ("eagle3", True),
+        ("eagle3", False),
+        ("dspark-rnn", True),
+        ("specformer", True),
+        pytest.param("dflash2", True, marks=pytest.mark.slow),
+        pytest.param("windows", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_drafted_step_waits_once(kind, captured, force_kernels):
     """On a pretended device: for the accepted tokens, and for nothing else."""
     force_kernels("torch")
     model = drawn_model(1)
     with PretendCuda() as device:
-        drafter = eagle(model, True, seed=3)
+        drafter = MAKERS[kind](model, seed=3)
         model.to("cuda")
         drafter.network.to("cuda")
         recorder = Counted(lambda step: step) if captured else None
         engine = engine_with(model, drafter, recorder, 400)
         tree = [
-            TextQuery(p, SamplingParams(0.8, max_tokens=12), Speculation("eagle"))
+            TextQuery(p, SamplingParams(0.8, max_tokens=12), Speculation(drafter.name))
             for p in prompts(3, low=4)
         ]
+        shape = STATIC if drafter.takes_tree else None
         static = TextQuery(
-            prompts(1)[0], SamplingParams(max_tokens=12), Speculation("eagle", tree=STATIC)
+            prompts(1)[0], SamplingParams(max_tokens=12), Speculation(drafter.name, tree=shape)
         )
         for request in [*tree, static]:
             engine.submit(request)
@@ -211,4 +253,4 @@ def test_a_drafted_step_waits_once(captured, force_kernels):
     for counts, table in waits[1:-1]:
         assert set(counts) <= {"read"}, table
         assert counts["read"] <= 1, table
-    assert not captured or (drafts["replayed"] > 4 and drafts["form"] > 4)
+    assert not captured or (drafts["replayed"] > 4 and (drafts["form"] > 4) == drafter.takes_tree)
