@@ -10,14 +10,17 @@ from typer.testing import CliRunner
 from recserve.batch import Defaults, SlateRecipe
 from recserve.bundle.bundle import Bundle
 from recserve.cli.app import app
+from recserve.config import ServerConfig
 from recserve.evaluation.cases import leave_one_out_cases
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.experiments.settings import ArmFields
 from recserve.formats.conversion import import_checkpoint
 from recserve.schemas.items import InvalidRequest, RecommendRequest
+from recserve.server.loader import ServiceLoader
+from recserve.service.slate_log.reader import shown_items
 from tests.support.foreign_recommenders import foreign
 from tests.support.imports import KEEP, expected, opened, options, quiet
-from tests.support.live_server import live
+from tests.support.live_server import live, run_server
 
 OWN = dict.fromkeys(["minionerec", "lc-rec", "openonerec"], "vocabulary")
 OWN["generic"] = "children"
@@ -117,6 +120,30 @@ def test_a_drawn_scoring_is_an_exhaustive_search_by_it_at_every_door(name, tmp_p
             np.testing.assert_allclose(scores, best, rtol=1e-5, atol=1e-5)
             own = [wanted[item] for item in ids]
             np.testing.assert_allclose(scores, own, rtol=1e-5, atol=1e-5)
+
+
+def test_the_slate_log_has_the_scoring_of_each_answer(tmp_path):
+    data, draw = foreign(tmp_path, seed=35), np.random.default_rng(4)
+    import_checkpoint(options(data, tmp_path, "minionerec"), quiet)
+    config = ServerConfig.load(
+        {"bundle": tmp_path / "bundle", "store": f"lmdb:{tmp_path}/store", "device": "cpu"}
+        | {"journal": tmp_path / "items", "slate_log": tmp_path / "slates", "port": 0}
+    )
+    wanted = {}
+    with run_server(config, ServiceLoader(config).first()) as client:
+        for number in range(6):
+            body = {"history": ["3"], "k": 2, "request_id": str(number)}
+            scored = [
+                {"scoring": drawn_scoring(draw, "minionerec")[0]},
+                {},
+                {"strategy": "popular"},
+            ]
+            answer = client.post("/v1/recommend", json=body | scored[number % 3])
+            wanted[str(number)] = answer.json().get("scoring")
+    assert any(wanted.values()) and not all(wanted.values())
+    for row in shown_items(tmp_path / "slates").to_pylist():
+        found = row["scoring"]
+        assert (None if found is None else json.loads(found)) == wanted[row["request_id"]]
 
 
 def test_evaluation_uses_the_named_scoring(tmp_path):

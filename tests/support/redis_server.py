@@ -86,7 +86,11 @@ def start_sentinel(folder: Path, started: list[subprocess.Popen[bytes]]) -> tupl
     path = folder / "sentinel.conf"
     path.write_text("\n".join(lines) + "\n")
     started.append(
-        subprocess.Popen(["redis-server", str(path), "--sentinel"], stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            ["redis-server", str(path), "--sentinel"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the pipe of the tests would not end before it
+        )
     )
     with redis.Redis("127.0.0.1", port) as sentinel:
         wait_for(lambda: sentinel.sentinel_slaves("shop"), "the Sentinel sees no replica")

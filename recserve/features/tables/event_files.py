@@ -7,7 +7,7 @@ of a user in the history store; `event_id` is the id that the client gave, if he
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -127,13 +127,16 @@ def _first_received(path: Path) -> int:
     return int(received.min()) if received.size else np.iinfo(np.int64).max
 
 
-def read_log_file(path: Path, schema: pa.Schema, expected: str) -> pa.Table:
+def read_log_file(
+    path: Path, schema: pa.Schema, expected: str, added: Collection[str] = ()
+) -> pa.Table:
     """Returns the rows of a file of the event log or the slate log.
 
     Args:
         path: The file.
         schema: Its columns.
         expected: Name and number of its format.
+        added: Columns that older files of this format lack; they are null then.
 
     Raises:
         SchemaError: If it is damaged, of another version, or no such file.
@@ -141,6 +144,8 @@ def read_log_file(path: Path, schema: pa.Schema, expected: str) -> pa.Table:
     try:
         table = pq.read_table(path, partitioning=None)
         check_metadata(table.schema.metadata, expected, path)
+        for name in set(added).intersection(schema.names).difference(table.schema.names):
+            table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
         names = table.schema.names
         for name in {*names, *schema.names}:
             if name not in names or name not in schema.names:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from recserve.features.tables.buckets import Buckets
 from recserve.features.tables.event_files import read_log_file
-from recserve.service.slate_log.records import FORMAT, SCHEMAS
+from recserve.service.slate_log.records import ADDED, FORMAT, SCHEMAS
 
 KEYS = ["token_id", "item_id"]
 # Slates of a part; with 50 items each, they and their items take about 1 GB while they are joined.
@@ -41,7 +41,7 @@ def read_log(folder: Path | str, kind: str) -> pa.Table:
 def read_files(folder: Path | str, kind: str) -> Iterator[pa.Table]:
     """Yields the rows of `read_log`, a file at a time."""
     for path in _paths(folder, kind):
-        yield read_log_file(path, SCHEMAS[kind], FORMAT)
+        yield read_log_file(path, SCHEMAS[kind], FORMAT, ADDED)
 
 
 def num_parts(folder: Path | str) -> int:
@@ -51,7 +51,7 @@ def num_parts(folder: Path | str) -> int:
         try:
             about += pq.read_metadata(path).num_rows
         except (pa.ArrowException, OSError):
-            read_log_file(path, SCHEMAS["slates"], FORMAT)  # says what is wrong
+            read_log_file(path, SCHEMAS["slates"], FORMAT, ADDED)  # says what is wrong
     return min(max(-(-about // PART_SLATES), 1), MAX_PARTS)
 
 

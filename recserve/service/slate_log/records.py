@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import pyarrow as pa
+from msgspec import UNSET
 
 from recserve.features.tables.rfc3339 import parse_event_time
 from recserve.files import FORMAT_KEY
@@ -39,6 +41,7 @@ SLATES = pa.schema(
         ("strategy", pa.string()),
         ("exact", pa.bool_()),
         ("degraded", pa.string()),
+        ("scoring", pa.string()),
         ("model_version", pa.string()),
         ("catalog_version", pa.string()),
         ("items", pa.list_(SHOWN)),
@@ -57,6 +60,7 @@ OUTCOMES = pa.schema(
     ]
 )
 FORMAT = "recserve-slate-log/1"
+ADDED = frozenset({"scoring"})  # columns that the first files of this format lack: null
 SCHEMAS = {
     kind: schema.with_metadata({FORMAT_KEY: FORMAT})
     for kind, schema in (("slates", SLATES), ("outcomes", OUTCOMES))
@@ -98,6 +102,9 @@ class SlateRecord:
             "strategy": answer.strategy,
             "exact": answer.exact,
             "degraded": ",".join(answer.degraded),
+            "scoring": None
+            if answer.scoring is UNSET
+            else msgspec.json.encode(answer.scoring).decode(),
             "model_version": answer.model_version,
             "catalog_version": answer.catalog_version,
             "items": [
