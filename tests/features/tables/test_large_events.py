@@ -5,6 +5,7 @@ import errno
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,43 @@ def test_parts_of_other_types_are_refused(tmp_path: Path, small: Any, large: boo
     pq.write_table(table, folder / "events-3.parquet")
     with pytest.raises(SchemaError, match="events-3.parquet: column position is string, and int64"):
         event_table.read_events(folder, ITEMS)
+
+
+# Lines that make a file unreadable as a whole, or a column of it, beside others like `LINE`.
+LINE = '{"user_id": "a", "item_id": "i1", "position": %d, "n": 1}'
+BROKEN_LINES = (
+    "{",
+    "[1]",
+    '{"n": "text"}',
+    '{"n": 99999999999999999999, "user_id": 1.5}',
+    '{"n": {"deep": [1]}}',
+    '{"position": "none", "item_id": true}',
+    "{}",
+)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_lines_that_cannot_be_read_are_named_alike(
+    tmp_path: Path, small: Any, whole_reads: list[Path], seed: int
+) -> None:
+    """Of a large file or folder, the fault that a reading at once finds is named."""
+    draw = random.Random(seed)
+    lines = [LINE % n for n in range(draw.choice([0, 20, 120]))]
+    for _ in range(draw.choice([1, 2])):
+        lines.insert(draw.randrange(len(lines) + 1), draw.choice(BROKEN_LINES))
+    path = tmp_path / "events.jsonl"
+    if seed % 2:
+        path = tmp_path / "events"
+        path.mkdir()
+    cuts = [0, draw.randrange(len(lines) + 1), len(lines)] if path.is_dir() else [0, len(lines)]
+    for part, (first, last) in enumerate(pairwise(cuts)):
+        file = path / f"{part}.jsonl" if path.is_dir() else path
+        file.write_text("".join(f"{line}\n" for line in lines[first:last]))
+    whole = read([path], "error", ())
+    small()
+    whole_reads.clear()
+    assert read([path], "error", ()) == whole
+    assert len(whole) > 2 or not whole_reads
 
 
 @pytest.mark.parametrize("seed", range(24))
