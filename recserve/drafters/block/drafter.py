@@ -278,7 +278,7 @@ class BlockDrafter(Drafter):
         return self._lattice(texts, max(depth, 1))
 
     def _lattice(self, texts: _Drafted, depth: int) -> Lattice:
-        outputs = self._run_blocks(texts)[:, :depth]
+        outputs = self.outputs(texts.anchors, texts.known, texts.fixed_shapes)[:, :depth]
         logits = self.network.logits(outputs, self.target)
         if self.network.config.markov is not None:
             return self._markov_lattice(outputs, logits, texts)
@@ -292,9 +292,15 @@ class BlockDrafter(Drafter):
         pairs = self._scaled(contexts_of, selector.successors, ranked, texts)
         return Lattice(tokens, pairs.log_softmax(-1))
 
-    def _run_blocks(self, texts: _Drafted) -> Tensor:
-        """Returns the network's outputs [B, K, E] for one block per text."""
-        config, known, anchors = self.network.config, texts.known, texts.anchors
+    def outputs(self, anchors: Tensor, known: Prefixes, fixed_shapes: bool = False) -> Tensor:
+        """Returns the network's outputs [B, K, E] for one block per text.
+
+        Args:
+            anchors: [B] last committed tokens.
+            known: Where the entries of each text lie, one for each position before the anchor.
+            fixed_shapes: As in `TreeBatch`.
+        """
+        config = self.network.config
         count, size = len(known), config.block_size
         blocks = chains(count, size, anchors.device)  # the rows are embedded here
         slots = blocks.tokens + self.pool.spare_slot + self.pool.page_size
@@ -310,7 +316,7 @@ class BlockDrafter(Drafter):
                 slots,
                 _last(known, window - 1) if window else known,
                 [size] * count,
-                fixed_shapes=texts.fixed_shapes,
+                fixed_shapes=fixed_shapes,
             )
             attends[causal, window] = PagedAttention(batch, self.pool)
         rows = self.network.embed(anchors, self.target).flatten(0, 1)

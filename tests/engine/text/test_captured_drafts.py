@@ -166,18 +166,19 @@ def test_captured_and_launched_drafts_are_equal(kind, seed):
     assert counts["replayed"] == counted.replays > 20
 
 
+@pytest.mark.parametrize("kind", chosen(list(MAKERS), "eagle3", "dspark-rnn", "specformer"))
 @torch.inference_mode()
-def test_replayed_steps_read_drafts_where_they_lie():
+def test_replayed_steps_read_drafts_where_they_lie(kind):
     """Drafts and steps replayed in turns give the texts of launched ones."""
-    model = shared_model()
+    model, name = shared_model(), MAKERS[kind](shared_model()).name
     steps, counted = (StepShape(24, 1, 12), StepShape(72, 8, 12)), Counted()
     requests = [
-        TextQuery(p, SamplingParams(t, max_tokens=14, seed=n), Speculation("eagle"))
+        TextQuery(p, SamplingParams(t, max_tokens=14, seed=n), Speculation(name))
         for n, (p, t) in enumerate(zip(prompts(5, low=4), (0.0, 0.9, 1.2, 0.0, 0.8), strict=True))
     ]
     texts = []
     for recorder, own in ((None, ()), (counted, steps)):
-        engine = engine_with(model, eagle(model, True, seed=3), recorder, 300, steps=own)
+        engine = engine_with(model, MAKERS[kind](model, seed=3), recorder, 300, steps=own)
         answers = [engine.run(requests[0]), *engine.run_many(requests)]
         texts.append([answer.tokens.tolist() for answer in answers])
     assert texts[0] == texts[1]
