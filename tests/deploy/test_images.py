@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import tomllib
 
 import pytest
 import typer.main
@@ -139,3 +141,43 @@ def test_a_composed_server_accepts_its_settings(compose, monkeypatch, name, port
     grace = float(service["stop_grace_period"].removesuffix("s"))
     assert grace > config.drain_delay_s + config.drain_timeout_s
     assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_the_image_names_what_the_project_names(image):
+    """Its Python and its extras, and each package that it installs by name has a pinned version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split()}
+    steps = instructions(image)
+    (version,) = re.findall(r"^python:([\d.]+)-slim$", dict(steps)["FROM"])
+    assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+    extras = {
+        extra
+        for name, rest in steps
+        if name in ("ARG", "RUN")
+        for found in re.findall(r"(?:\.|=)\[([a-z,]+)\]", rest)
+        for extra in found.split(",")
+    }
+    assert extras and extras <= project["optional-dependencies"].keys()
+    for rest in (rest for name, rest in steps if name == "RUN" and "pip install" in rest):
+        for command in re.split(r"&&", rest):
+            words = re.sub(r'"\$\(.*?\)"', "torch", command).split()
+            if words[:2] == ["pip", "install"]:
+                words = [word.strip("'\"") for word in words[2:] if word != "constraints.txt"]
+                named = {word for word in words if word[0] not in "-."}
+                assert named <= pinned, named - pinned
+
+
+SCRIPTS = sorted(path.relative_to(ROOT).as_posix() for path in DEPLOY.glob("*.sh"))
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *(f"deploy/Dockerfile.{image}" for image in IMAGES)])
+def test_every_command_parses(script):
+    path = ROOT / script
+    text = path.read_text(encoding="utf-8")
+    shell = "bash" if "bash" in text.partition("\n")[0] else "sh"
+    if path.name.startswith("Dockerfile"):
+        image = path.suffix[1:]
+        text = "\n".join(rest for name, rest in instructions(image) if name == "RUN")
+    done = subprocess.run([shell, "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
