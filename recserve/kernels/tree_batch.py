@@ -98,14 +98,21 @@ class Prefixes:
 
     def after(self, count: int) -> Prefixes:
         """Returns the prefixes without their first `count` tokens."""
-        starts, lengths = self.on_host()
+        if self.places is None:
+            left, longest = (self.lengths - count).clamp(min=0), max(self.longest - count, 1)
+            return Prefixes.on_device(self.slots, self.starts + count, left, longest)
+        starts, lengths = self.places
         return Prefixes(
             self.slots, [s + count for s in starts], [max(n - count, 0) for n in lengths]
         )
 
     def last(self, count: int) -> Prefixes:
         """Returns the last `count` tokens of each prefix, or all tokens of a shorter one."""
-        starts, lengths = self.on_host()
+        if self.places is None:
+            least = self.lengths.clamp(max=count)
+            places = self.starts + self.lengths - least
+            return Prefixes.on_device(self.slots, places, least, min(self.longest, count))
+        starts, lengths = self.places
         counts = [min(n, count) for n in lengths]
         firsts = [s + n - k for s, n, k in zip(starts, lengths, counts, strict=True)]
         return Prefixes(self.slots, firsts, counts)
@@ -114,9 +121,11 @@ class Prefixes:
         """Returns a copy with the tokens of each prefix in reverse order."""
         size, device = max(self.longest, 1), self.slots.device
         places = (self.starts + self.lengths - 1)[:, None] - torch.arange(size, device=device)
-        starts = range(0, size * len(self), size)
         slots = self.slots.view(-1)[places.clamp(min=0)]
-        return Prefixes(slots, starts, self.on_host()[1])
+        if self.places is None:
+            first = torch.arange(0, size * len(self), size, device=device)
+            return Prefixes.on_device(slots, first, self.lengths, size)
+        return Prefixes(slots, range(0, size * len(self), size), self.places[1])
 
     def __len__(self) -> int:
         return self.count

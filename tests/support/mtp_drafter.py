@@ -13,12 +13,12 @@ from recserve.models.decoder import RMSNorm
 SIZES = {"width": 3, "depth": 4, "num_nodes": 12}
 
 
-def mtp(model, qwen: bool = False, seed: int = 0, **sizes) -> MtpDrafter:
-    """Returns a drafter with DeepSeek's module, or with Qwen3-Next's."""
+def mtp(model, qwen: bool = False, seed: int = 0, modules: int = 1, **sizes) -> MtpDrafter:
+    """Returns a drafter with DeepSeek's modules, or with Qwen3-Next's."""
     torch.manual_seed(seed)
     target = model.config.decoder
     config = MtpConfig(
-        decoder=replace(target, num_layers=1, qk_norm=qwen),
+        decoder=replace(target, num_layers=modules, qk_norm=qwen),
         vocab_size=model.config.vocab_size,
         feeds_norm=qwen,
         first_token=qwen,

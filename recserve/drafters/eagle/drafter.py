@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from recserve.drafters.eagle.files import load_eagle
 from recserve.drafters.eagle.questions import eagle_questions
 from recserve.drafters.shared.feature_network import FeatureNetwork, MaskRow, RowsBefore
-from recserve.drafters.shared.layer_views import attend_committed, attend_drafted
+from recserve.drafters.shared.layer_views import attend_committed, attend_drafted, attend_new
 from recserve.drafters.shared.limits import allowed, only_chains
 from recserve.drafters.shared.noisy import DraftedTexts, likeliest
 from recserve.drafters.shared.rank_tree import RankTree, rank_tree
@@ -218,8 +218,8 @@ class EagleDrafter(Drafter):
 
     @property
     def capturable(self) -> CapturableDrafter | None:
-        """The drafter itself, if its layers see all rows."""
-        return None if self.network.config.views else self
+        """The drafter itself."""
+        return self
 
     @property
     def forms(self) -> Seq[DraftForm]:
@@ -296,7 +296,7 @@ class EagleDrafter(Drafter):
             inputs.new_states.flatten(0, 1),
             self.network.embed(inputs.new_tokens.flatten(), self.target),
             batch.positions(),
-            attend_drafted(batch, (), self.pool),
+            attend_new(batch, inputs.new_counts, self.network.config.views, self.pool),
             RowsBefore(batch.tree.offsets[:-1], last, inputs.rows, inputs.new_known),
         )
         ends = batch.tree.offsets[:-1] + (inputs.new_counts - 1).clamp(min=0)

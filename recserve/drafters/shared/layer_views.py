@@ -11,11 +11,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from recserve.drafters.shared.feature_network import LayerView
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree import TokenTree, chains
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.models.attention import Attend, LayeredAttention, PagedAttention
 from recserve.speculation.drafter import StateSpan
@@ -33,6 +34,18 @@ def attend_committed(
         pool: Pages of the network.
     """
     return _attend(batch, views, pool, lambda view: _committed(batch, parts, view))
+
+
+def attend_new(batch: TreeBatch, counts: Tensor, views: Seq[LayerView], pool: KVPool) -> Attend:
+    """Returns the attention of the committed rows that a captured draft computes.
+
+    Args:
+        batch: One chain for each text, with all rows before it as its prefix.
+        counts: [B] number of a chain's first rows that have a state.
+        views: What each layer sees. Empty if all layers see everything.
+        pool: Pages of the network.
+    """
+    return _attend(batch, views, pool, lambda view: _new(batch, counts, view))
 
 
 def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> Attend:
@@ -79,6 +92,23 @@ def _committed(batch: TreeBatch, parts: Seq[StateSpan], view: LayerView) -> Tree
             lengths.append(view.window - 1)
     prefixes = Prefixes(table, starts, lengths)
     return TreeBatch(_chains(sizes, batch.slots.device), None, batch.slots, prefixes)
+
+
+def _new(batch: TreeBatch, counts: Tensor, view: LayerView) -> TreeBatch:
+    """Returns the batch of a captured draft's committed rows for a view.
+
+    Each row is a tree of its own, so that no shape depends on the rows.
+    """
+    tree, prefixes, texts = batch.tree, batch.prefixes, batch.tree.tree_ids()
+    rows = tree.depths + prefixes.lengths[texts]
+    below = torch.where(rows < view.first, 0, view.first)
+    if view.window:
+        below = below.maximum(rows - view.window + 1)
+    lengths = torch.where(tree.depths < counts[texts], rows - below, 0)
+    longest = view.window or prefixes.longest
+    seen = Prefixes.on_device(prefixes.slots, prefixes.starts[texts] + below, lengths, longest)
+    nodes, count = chains(tree.num_nodes, 1, batch.slots.device), tree.num_nodes
+    return TreeBatch(nodes, None, batch.slots, seen, [1] * count, fixed_shapes=True)
 
 
 def _chains(sizes: list[int], device: torch.device) -> TokenTree:

@@ -131,6 +131,9 @@ def padded_tree_attention(query: Tensor, keys: Stored, values: Stored, batch: Tr
         trees, inside = trees[batch.queries], inside[batch.queries]
     token = torch.arange(prefixes.longest, device=query.device)
     before = token < prefixes.lengths[trees, None]
+    if tree.prefix_limits is not None:
+        limits = tree.prefix_limits if batch.queries is None else tree.prefix_limits[batch.queries]
+        before = before & (token < limits[:, None])
     # A masked place may lie outside of the table, or hold no slot. It reads the node's own slot.
     places = torch.where(before, prefixes.starts[trees, None] + token, 0)
     mask = torch.cat([before, inside], dim=1)
