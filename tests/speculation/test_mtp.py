@@ -109,7 +109,7 @@ def test_features_equal_the_transcription(name, model, tmp_path):
     def noted(contexts, budgets):
         for context in contexts:
             if drafter.is_ready(context):
-                seen[tuple(context.tokens)] = drafter._last_outputs[context.row].clone()
+                seen[tuple(context.tokens)] = drafter._last.of(context.table)[context.row].clone()
         return propose(contexts, budgets)
 
     drafter.propose = noted

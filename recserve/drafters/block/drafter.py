@@ -314,7 +314,7 @@ class BlockDrafter(Drafter):
                 replace(blocks, shared=shared),
                 None,
                 slots,
-                _last(known, window - 1) if window else known,
+                known.last(window - 1) if window else known,
                 [size] * count,
                 fixed_shapes=fixed_shapes,
             )
@@ -365,14 +365,6 @@ class BlockDrafter(Drafter):
             tokens.append(above)
             logprobs.append(pairs[:, 0].log_softmax(-1))
         return Lattice(torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1))
-
-
-def _last(known: Prefixes, count: int) -> Prefixes:
-    """Returns the last `count` entries of each text, or all of a text that has fewer."""
-    if known.places is not None:
-        return known.last(count)
-    lengths = known.lengths.clamp(max=count)
-    return Prefixes.on_device(known.slots, known.starts + known.lengths - lengths, lengths, count)
 
 
 def _predecessors(tokens: Tensor, anchors: Tensor) -> Tensor:

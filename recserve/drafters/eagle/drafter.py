@@ -32,6 +32,7 @@ from recserve.drafters.eagle.questions import eagle_questions
 from recserve.drafters.shared.feature_network import FeatureNetwork, MaskRow, RowsBefore
 from recserve.drafters.shared.layer_views import attend_committed, attend_drafted, attend_new
 from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.new_states import LastValues, entries_within, last_rows, new_rows
 from recserve.drafters.shared.noisy import DraftedTexts, likeliest
 from recserve.drafters.shared.rank_tree import RankTree, rank_tree
 from recserve.drafters.shared.score_tree import MAX_KEY, ScoreTree, tree_sizes
@@ -123,7 +124,6 @@ class EagleDrafter(Drafter):
         self.scratch_slots = MAX_TEXTS * width * depth
         # How many tokens each text had when its last output was computed.
         self._lengths: dict[int, int] = {}
-        self._last_outputs: Tensor | None = None
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> EagleDrafter:
@@ -147,18 +147,12 @@ class EagleDrafter(Drafter):
 
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""
-        self.pool, self._last_outputs = pool, None
+        self.pool = pool
+        self._last = LastValues((self.network.config.output_size,), pool.keys.dtype)
 
     def forget(self, context_id: int) -> None:
         """Drops the output of a text."""
         self._lengths.pop(context_id, None)
-
-    def _outputs_of(self, table: Tensor) -> Tensor:
-        """Returns [R, O] the last output of each text, by its row of the slot table."""
-        if self._last_outputs is None or len(self._last_outputs) != len(table):
-            size, keys = self.network.config.output_size, self.pool.keys
-            self._last_outputs = torch.zeros(len(table), size, dtype=keys.dtype, device=keys.device)
-        return self._last_outputs
 
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
@@ -177,7 +171,7 @@ class EagleDrafter(Drafter):
             ends.append(stop - 1)
         prefixes = entries_before([part.context for part in parts], [part.first for part in parts])
         batch = TreeBatch(merge(trees), None, torch.cat(slots), prefixes)
-        last = self._outputs_of(prefixes.slots)
+        last = self._last.of(prefixes.slots)
         own_rows = [part.context.row for part in parts]
         columns = on_device([own_rows, ends, known], device)
         rows = columns[0]
@@ -261,48 +255,31 @@ class EagleDrafter(Drafter):
 
     def draft(self, inputs: DraftInputs, form: DraftForm) -> tuple[Tensor, Tensor] | None:
         """Reads the new states, then grows all levels."""
-        self._read_new(inputs)
+        outputs = self._read_new(inputs)
         if not form.depth:
             return None
         texts = _Texts(
             drawn=DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy),
-            prefixes=_entries(inputs, inputs.lengths - 1),
-            outputs=self._outputs_of(inputs.table)[inputs.rows],
+            prefixes=entries_within(inputs, inputs.lengths - 1),
+            outputs=outputs,
             fixed_shapes=True,
         )
         tree = self._grown(texts, form.depth, self.width if form.forks else 1, None)
         best = tree.best(inputs.depths, inputs.num_nodes, inputs.most_nodes)
         return best.tokens, best.parents
 
-    def _read_new(self, inputs: DraftInputs) -> None:
-        """Computes the entries of new rows; those after a text's own write to the spare slot."""
-        (texts, count), width = inputs.new_tokens.shape, inputs.table.shape[1]
-        places = torch.arange(count, device=inputs.rows.device)
-        own = places < inputs.new_counts[:, None]
-        first = inputs.lengths - 1 - inputs.new_counts
-        # The entry of a row lies in the slot of the next token.
-        at = torch.where(own, (inputs.rows * width + first + 1)[:, None] + places, 0)
-        slots = torch.where(own, inputs.table.view(-1)[at], self.pool.spare_slot).flatten()
-        batch = TreeBatch(
-            chains(texts, count, slots.device),
-            None,
-            slots,
-            _entries(inputs, first),
-            [count] * texts,
-            fixed_shapes=True,
-        )
-        last = self._outputs_of(inputs.table)
+    def _read_new(self, inputs: DraftInputs) -> Tensor:
+        """Computes the entries of the new states. Returns the last output [B, O] of each text."""
+        batch, views = new_rows(inputs, self.pool), self.network.config.views
+        last = self._last.of(inputs.table)
         outputs = self.network.committed(
             inputs.new_states.flatten(0, 1),
             self.network.embed(inputs.new_tokens.flatten(), self.target),
             batch.positions(),
-            attend_new(batch, inputs.new_counts, self.network.config.views, self.pool),
+            attend_new(batch, inputs.new_counts, views, self.pool),
             RowsBefore(batch.tree.offsets[:-1], last, inputs.rows, inputs.new_known),
         )
-        ends = batch.tree.offsets[:-1] + (inputs.new_counts - 1).clamp(min=0)
-        some = inputs.new_counts[:, None] > 0
-        new = torch.where(some, outputs[ends], last[inputs.rows])
-        last.index_copy_(0, inputs.rows, new)
+        return self._last.update(inputs, outputs[last_rows(inputs)])
 
     def check_tree(self, speculation: Speculation) -> None:
         """Raises ValueError if a request's tree has more nodes than the drafter can compute."""
@@ -336,7 +313,7 @@ class EagleDrafter(Drafter):
         return _Texts(
             drawn=DraftedTexts.of(contexts, device),
             prefixes=entries_before(contexts, [len(context.tokens) - 1 for context in contexts]),
-            outputs=self._outputs_of(table)[rows],
+            outputs=self._last.of(table)[rows],
         )
 
     def _grown(self, texts: _Texts, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
@@ -407,9 +384,3 @@ class EagleDrafter(Drafter):
         logits = network.logits(outputs, self.target, level)
         found = likeliest(logits, texts.drawn, level, width, network.targets)
         return network.targets(found.columns), found.values
-
-
-def _entries(inputs: DraftInputs, stops: Tensor) -> Prefixes:
-    """Returns where the entries of rows 0 to `stops` [B] lie, as `entries_before`."""
-    width = inputs.table.shape[1]
-    return Prefixes.on_device(inputs.table, inputs.rows * width + 1, stops, width - 1)
