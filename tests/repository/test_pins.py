@@ -2,6 +2,9 @@
 
 import re
 import tomllib
+from importlib.metadata import distributions
+
+from packaging.specifiers import SpecifierSet
 
 from recserve.cli.doctor import MIN_PYTHON
 from tests.support.paths import ROOT
@@ -44,3 +47,17 @@ def test_promised_python_versions_are_tested():
     assert PYPROJECT["tool"]["mypy"]["python_version"] == oldest
     assert PYPROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
     assert ".".join(map(str, MIN_PYTHON)) == oldest
+
+
+def test_pinned_packages_run_on_the_oldest_python():
+    """One that needs a later patch level cannot be installed on the Python of Debian 12."""
+    oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
+    pinned = {(normal(name), version) for name, version in (pin.split("==") for pin in PINS)}
+    refused = {
+        found.name: needed
+        for found in distributions()
+        if (normal(found.name), found.version) in pinned
+        and (needed := found.metadata["Requires-Python"])
+        and not SpecifierSet(needed).contains(oldest)
+    }
+    assert not refused
