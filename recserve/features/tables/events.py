@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +79,13 @@ class EventLog:
     def user_indices(self) -> np.ndarray:
         """Returns [n] int64 user of each event."""
         return np.repeat(np.arange(self.num_users), self.lengths())
+
+    def user_blocks(self) -> Iterator[slice]:
+        """Yields slices that cover all users, each with about as many events as `blocks`."""
+        starts = [part.start for part in blocks(self.num_events)]
+        firsts = np.unique([0, *np.searchsorted(self.offsets, starts), self.num_users])
+        for first, stop in pairwise(firsts.tolist()):
+            yield slice(first, stop)
 
     def select(self, kept: np.ndarray) -> EventLog:
         """Returns the events where `kept` [n] bool is True. Users without events remain."""

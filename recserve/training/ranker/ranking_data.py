@@ -25,6 +25,7 @@ from recserve.features.ranking.ranking import (
 )
 from recserve.features.ranking.ranking_tables import RankingTables, unit_rows
 from recserve.features.tables.events import EventLog
+from recserve.features.tables.mapped_arrays import new_array
 from recserve.features.vectors.text_encoder import unit
 from recserve.features.vectors.vectors import collaborative_vectors, join_vectors
 from recserve.training.ranker.impressions import Impressions
@@ -57,14 +58,19 @@ class BatchPlan:
     """Description of a batch.
 
     Attributes:
-        windows: The prefixes, whose users are all in one fold.
+        columns: [4, B] int64 the fields of its B windows, whose users are all in one fold.
         fold: Number of that fold.
         key: Seed of the batch's random draws.
     """
 
-    windows: list[PrefixWindow]
+    columns: np.ndarray
     fold: int
     key: tuple[int, int, int]
+
+    @property
+    def windows(self) -> list[PrefixWindow]:
+        """The prefixes."""
+        return [PrefixWindow(*fields) for fields in self.columns.T.tolist()]
 
 
 class RankingData:
@@ -102,11 +108,10 @@ class RankingData:
         The cuts between windows differ from epoch to epoch.
         """
         noise = np.random.default_rng((self.seed, epoch))
-        windows = list(self._windows(noise))
-        sizes = np.array([w.stop - w.start for w in windows]) * noise.uniform(
-            0.9, 1.1, len(windows)
-        )
-        folds = np.array([w.user % len(self.folds) for w in windows])
+        windows = self._windows(noise)
+        users, starts, _, stops = windows
+        sizes = (stops - starts) * noise.uniform(0.9, 1.1, len(users))
+        folds = users % len(self.folds)
         order = np.lexsort((sizes, folds))
         batches = [
             part[first : first + self.batch_roots]
@@ -115,21 +120,25 @@ class RankingData:
         ]
         return [
             BatchPlan(
-                [windows[i] for i in batches[index]],
+                windows[:, batches[index]],
                 int(folds[batches[index][0]]),
                 (self.seed, epoch, int(index)),
             )
             for index in noise.permutation(len(batches))
         ]
 
-    def _windows(self, noise: np.random.Generator) -> Iterator[PrefixWindow]:
-        s = self.tables.settings
-        for user, length in enumerate(self.train.lengths().tolist()):
-            shift = int(noise.integers(0, s.recent_items // s.block)) * s.block
-            splits = [0, *range(shift or s.recent_items, length, s.recent_items)]
-            for split, stop in zip(splits, [*splits[1:], length], strict=True):
-                if stop > split:
-                    yield PrefixWindow(user, max(0, split - s.long_items), split, stop)
+    def _windows(self, noise: np.random.Generator) -> np.ndarray:
+        """Returns [4, W] int64 the fields of all windows, of at most `recent_items` events."""
+        s, lengths = self.tables.settings, self.train.lengths()
+        shifts = noise.integers(0, s.recent_items // s.block, len(lengths)) * s.block
+        first = np.where(shifts, shifts, s.recent_items)  # where the second window begins
+        counts = np.where(lengths, 1 - (np.minimum(first - lengths, 0) // s.recent_items), 0)
+        users = np.repeat(np.arange(len(lengths)), counts)
+        number = np.arange(len(users)) - np.repeat(np.cumsum(counts) - counts, counts)
+        next_split = first[users] + number * s.recent_items
+        splits = np.where(number, next_split - s.recent_items, 0)
+        starts, stops = np.maximum(splits - s.long_items, 0), np.minimum(next_split, lengths[users])
+        return np.stack([users, starts, splits, stops])
 
     def batch(self, plan: BatchPlan) -> RankingBatch:
         """Returns prefixes, positives at their own times, negatives, and their features."""
@@ -276,7 +285,18 @@ class NegativeSampler:
         self.num_items = tables.num_items
         weights = np.asarray(tables.item_counts, np.float64) ** POPULAR_POWER
         self.cumulative = np.cumsum(weights) / max(weights.sum(), 1e-9)
-        self.had = np.unique(train.user_indices() * self.num_items + train.item_rows)
+        self.had = self._pairs(train)
+
+    def _pairs(self, train: EventLog) -> np.ndarray:
+        """Returns [p] int64 `user * num_items + item` for each item of each user, ascending."""
+        found, size = new_array(train.num_events, np.int64), 0
+        for users in train.user_blocks():
+            events = slice(*train.offsets[[users.start, users.stop]].tolist())
+            owners = np.repeat(np.arange(users.start, users.stop), train.lengths()[users])
+            keys = np.unique(owners * self.num_items + train.item_rows[events])
+            found[size : size + keys.size] = keys
+            size += keys.size
+        return found[:size]
 
     def draw(
         self,
@@ -422,12 +442,15 @@ def cross_fitted_vectors(
     if not collaborative_dim:
         return []
     content = unit(vectors[:, :-collaborative_dim])
-    users = train.user_indices()
+    users, lengths = np.arange(train.num_users), train.lengths()
     return [
         join_vectors(
             content,
             collaborative_vectors(
-                train.select(users % NUM_FOLDS != fold), len(vectors), collaborative_dim, seed
+                train.select(np.repeat(users % NUM_FOLDS != fold, lengths)),
+                len(vectors),
+                collaborative_dim,
+                seed,
             ),
             weight,
         )

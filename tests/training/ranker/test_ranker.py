@@ -20,6 +20,7 @@ from recserve.evaluation.accuracy import auc
 from recserve.features.ranking.event_features import HOUR, EventColumns
 from recserve.features.ranking.ranking import candidate_columns, dense_names, prefix_columns
 from recserve.features.ranking.ranking_tables import RankingTables
+from recserve.features.tables import mapped_arrays
 from recserve.features.tables.event_table import read_events
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.items import ItemTable, read_items
@@ -188,6 +189,42 @@ def test_cross_fitted_vectors_do_not_know_the_positives() -> None:
     assert cross_fitted_vectors(vectors, log, 0, 1.0, 0) == []
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_windows_and_pairs_are_those_of_plain_loops(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For users of any length, none included, and in blocks of any size."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(0, int(draw.choice([3, 40, 400])), 30)
+    count, block = int(lengths.sum()), int(draw.choice([1, 4, 16]))
+    recent, long = block * int(draw.integers(1, 9)), int(draw.integers(0, 100))
+    log = EventLog(
+        user_ids=[str(user) for user in range(30)],
+        offsets=np.append(0, np.cumsum(lengths)),
+        item_rows=draw.integers(0, NUM_ITEMS, count).astype(np.int32),
+        times=np.arange(count),
+        types=np.zeros(count, np.int16),
+        type_names=("event",),
+        values=np.ones(count, np.float32),
+        has_timestamps=True,
+    )
+    monkeypatch.setattr(mapped_arrays, "BLOCK_ROWS", int(draw.integers(1, 200)))
+    tables = RankingTables.fit(log, topic_items(), noise_vectors(), long, recent, block)
+    data = RankingData(log, tables, seed)
+    noise = np.random.default_rng((seed, 0))
+    expected = []
+    for user, length in enumerate(lengths.tolist()):
+        shift = int(noise.integers(0, recent // block)) * block
+        splits = [0, *range(shift or recent, length, recent)]
+        for split, stop in zip(splits, [*splits[1:], length], strict=True):
+            if stop > split:
+                expected.append((user, max(0, split - long), split, stop))
+    windows = [window for plan in data.plan(0) for window in plan.windows]
+    assert sorted((w.user, w.start, w.split, w.stop) for w in windows) == expected
+    pairs = np.unique(log.user_indices() * NUM_ITEMS + log.item_rows)
+    assert np.array_equal(data.sampler.had, pairs)
+
+
 def test_batches_hold_one_fold_and_all_users() -> None:
     log = topic_log(90)
     train = log.leave_one_out().train
@@ -235,8 +272,12 @@ def weighted(log: EventLog) -> EventLog:
 def test_plans_and_batches_repeat_exactly() -> None:
     log = topic_log(80)
     one, two, other = make_data(log), make_data(log), make_data(log, seed=1)
-    assert one.plan(2) == two.plan(2) != one.plan(1)
-    assert other.plan(2) != one.plan(2)
+
+    def windows(data: RankingData, epoch: int) -> list[object]:
+        return [(plan.windows, plan.fold) for plan in data.plan(epoch)]
+
+    assert windows(one, 2) == windows(two, 2) != windows(one, 1)
+    assert windows(other, 2) != windows(one, 2)
     plan = one.plan(2)[1]
     first, second = one.batch(plan), two.batch(plan)
     assert torch.equal(first.inputs.tokens, second.inputs.tokens)
