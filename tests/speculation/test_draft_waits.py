@@ -84,7 +84,7 @@ def test_a_draft_waits_for_nothing(kind, seed, force_kernels):
         engine.run_many(drawn_requests(rng))
         assert waits == []
         filled = [draft for draft in drafts if len(draft)]
-        assert len(filled) > 4
+        assert filled
         for draft in filled:
             assert draft.tokens.is_cuda and draft.parents.is_cuda
             depths = []
