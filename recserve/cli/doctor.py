@@ -291,8 +291,9 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
-    """Lists the captured steps of an engine with seconds and memory, and the uncaptured ones."""
-    return _records("graphs", "steps", "nodes x texts", stats)
+    """Lists the captured steps and drafts with seconds and memory, and those that are not."""
+    what = "steps and drafts" if stats.graph_drafts else "steps"
+    return _records("graphs", what, "nodes x texts", stats)
 
 
 def vocabulary_limit(vocabulary: int) -> str:
