@@ -68,6 +68,24 @@ class Question:
     labels: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Branches:
+    """Texts to score after a query.
+
+    Attributes:
+        params: Fields of the query and of the branches, for errors.
+        query: Tokens of the query.
+        encoded: Tokens of M branches. They are encoded one by one, so that the first one that does
+            not fit refuses the others before they cost anything.
+        labels: K tokens to score after each branch.
+    """
+
+    params: tuple[str, str]
+    query: list[int]
+    encoded: Iterable[list[int]]
+    labels: tuple[int, ...]
+
+
 class TextScores:
     """A language model as a scorer of given texts."""
 
@@ -118,18 +136,9 @@ class TextScores:
                 usage=usage,
             )
 
+        branches = Branches(("query", "items"), query, items, tuple(body.label_token_ids))
         # vLLM writes one token after each item, and counts it.
-        labels = tuple(body.label_token_ids)
-        return self._begin(
-            ("query", "items"),
-            query,
-            items,
-            labels,
-            deadline_s,
-            client,
-            respond,
-            len(body.items),
-        )
+        return self._begin(branches, deadline_s, client, respond, len(body.items))
 
     def begin_rerank(
         self,
@@ -180,22 +189,13 @@ class TextScores:
                 meta=RerankMeta(ApiVersion(version)),
             )
 
-        return self._begin(
-            (question.param, "documents"),
-            question.before,
-            encode_documents(),
-            question.labels,
-            deadline_s,
-            client,
-            respond,
-        )
+        params = question.param, "documents"
+        branches = Branches(params, question.before, encode_documents(), question.labels)
+        return self._begin(branches, deadline_s, client, respond)
 
     def _begin(
         self,
-        params: tuple[str, str],
-        query: list[int],
-        encoded: Iterable[list[int]],
-        labels: tuple[int, ...],
+        texts: Branches,
         deadline_s: float | None,
         client: Client,
         respond: Callable[[np.ndarray, Usage], A],
@@ -207,19 +207,15 @@ class TextScores:
         texts must tie.
 
         Args:
-            params: Fields of the query and of the branches, for errors.
-            query: Tokens of the query.
-            encoded: Tokens of M branches. They are encoded one by one, so that the first one that
-                does not fit refuses the others before they cost anything.
-            labels: K tokens to score after each branch.
+            texts: The query and its branches.
             deadline_s: time.monotonic() value after which the scores are useless; None means never.
             client: Who sends the request.
             respond: Makes the response from log-probabilities [M, K] and the usage.
             counted: Tokens that the usage counts as written.
         """
-        branches: list[list[int]] = []
-        for place, branch in enumerate(encoded):
-            above, below = params[0], f"{params[1]}[{place}]"
+        query, branches = texts.query, list[list[int]]()
+        for place, branch in enumerate(texts.encoded):
+            above, below = texts.params[0], f"{texts.params[1]}[{place}]"
             if len(query) + len(branch) > self.model.context:
                 raise self.model.exceeded(
                     above if len(query) > len(branch) else below,  # the longer one
@@ -234,7 +230,9 @@ class TextScores:
         for number, group in enumerate(_groups(list(places))):
             tokens = np.array([token for branch in group for token in branch], np.int64)
             offsets = np.cumsum([0, *map(len, group)])
-            requests.append(TextScoreQuery(shared, tokens, offsets, labels, deadline_s, number))
+            requests.append(
+                TextScoreQuery(shared, tokens, offsets, texts.labels, deadline_s, number)
+            )
         num_tokens = len(query) + sum(map(len, branches))
 
         def finish(results: list[Scores]) -> A:
