@@ -289,7 +289,7 @@ class _Reading:
         self._users, self._item_ids = _Users(log, source.signer), pa.array(items.ids)
         self._positive = _positive(source)
         self._held = np.full(log.num_users, np.iinfo(np.int64).max)
-        enough = log.lengths() >= 3
+        enough = log.holdout()
         self._held[enough] = log.times[log.offsets[1:][enough] - 2]
 
     def read(self, slates: pa.Table, outcomes: pa.Table) -> pa.Table:

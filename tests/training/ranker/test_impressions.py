@@ -25,9 +25,10 @@ def tables_of(feed):
     return train, RankingTables.fit(train, feed.items, feed.vectors, 12, 8, 4)
 
 
-@pytest.mark.parametrize("users", ["id", "hash"])
-def test_impressions_are_those_of_the_log_before_held_out_events(tmp_path, users):
+@pytest.mark.parametrize(("users", "holdout"), [("id", None), ("hash", None), ("id", 5)])
+def test_impressions_are_those_of_the_log_before_held_out_events(tmp_path, users, holdout):
     feed = simulate(TINY)
+    feed = replace(feed, log=feed.log.holding_out(holdout))
     if users == "hash":
         for row in [*feed.slates, *feed.outcomes]:
             row["user"] = SIGNER.user(row["user"])
@@ -38,7 +39,9 @@ def test_impressions_are_those_of_the_log_before_held_out_events(tmp_path, users
     expected = []
     for row in feed.slates:
         number = int(row["token_id"].partition("-")[0])
-        held = feed.log.times[feed.log.offsets[number + 1] - 2]
+        held = np.inf
+        if feed.log.holdout()[number]:
+            held = feed.log.times[feed.log.offsets[number + 1] - 2]
         taken = [clicks.get((row["token_id"], item["item_id"])) for item in row["items"]]
         if max([row["time"], *(time for time in taken if time)]) < held:
             shown = [int(item["item_id"][1:]) for item in row["items"]]
