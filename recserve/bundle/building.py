@@ -303,7 +303,8 @@ def rebuild_bundle(
 ) -> Bundle:
     """Builds a bundle from the items and options of another one, and from other events.
 
-    The part of the vectors that comes from events, the codes and the popularity are made anew.
+    The part of the vectors that comes from events, the codes and the popularity are made anew. The
+    last events of all users are held out.
 
     Args:
         bundle: The bundle with items and options.
@@ -323,7 +324,8 @@ def rebuild_bundle(
     if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}
     # A rebuild runs anywhere, so it clusters on the CPU.
-    known = {one.name for one in fields(BuildOptions)} & recorded.keys() - {"device"}
+    own_options, events = {"device", "holdout_users"}, replace(events, held_out=None)
+    known = {one.name for one in fields(BuildOptions)} & recorded.keys() - own_options
     own = bundle.path(names.VECTORS) if recorded.get("own_vectors") else None
     options = BuildOptions(bundle.path(names.CATALOG), bundle.path(names.EVENTS), out, own)
     options = replace(options, **{name: recorded[name] for name in known})

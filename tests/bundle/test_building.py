@@ -181,6 +181,9 @@ def test_a_bundle_holds_out_the_users_of_its_build(files: SyntheticFiles, tmp_pa
         assert events.holdout().sum() == expected
         assert events.num_events - train.num_events == 2 * expected
         assert np.array_equal(catalog.popularity, train.popularity(len(catalog)))
+    again = rebuild_bundle(bundles[1], bundles[1].events(), tmp_path / "again", lambda _: None)
+    assert again.events().holdout().sum() == bundles[0].events().holdout().sum()
+    assert np.array_equal(again.catalog().popularity, bundles[0].catalog().popularity)
 
 
 def test_own_vectors_take_the_place_of_text(files: SyntheticFiles, tmp_path: Path) -> None:
