@@ -323,9 +323,10 @@ def rebuild_bundle(
     }
     if isinstance(recorded.get("codes"), list):
         recorded = {**recorded, "codes": tuple(recorded["codes"])}
+    events = replace(events, held_out=None)
     # A rebuild runs anywhere, so it clusters on the CPU.
-    own_options, events = {"device", "holdout_users"}, replace(events, held_out=None)
-    known = {one.name for one in fields(BuildOptions)} & recorded.keys() - own_options
+    left_out = {"device", "holdout_users"}
+    known = {one.name for one in fields(BuildOptions)} & recorded.keys() - left_out
     own = bundle.path(names.VECTORS) if recorded.get("own_vectors") else None
     options = BuildOptions(bundle.path(names.CATALOG), bundle.path(names.EVENTS), out, own)
     options = replace(options, **{name: recorded[name] for name in known})

@@ -127,9 +127,7 @@ class ItemSimilarity:
         all_rows, all_amounts = [], []
         for old, of_new, amount in zip(self._nearest(chosen), new.T, amounts.tolist(), strict=True):
             near = np.concatenate([old.cosines, of_new])
-            close = near > 0
-            if near.size > NEAR:
-                close &= near >= np.partition(near, near.size - NEAR)[near.size - NEAR]
+            close = _nearest_of(near)
             all_rows.append(np.concatenate([old.rows, new_rows])[close])
             all_amounts.append(np.float32(amount) * near[close])
         found, place = np.unique(np.concatenate(all_rows), return_inverse=True)
@@ -148,10 +146,7 @@ class ItemSimilarity:
         if missing:
             cosines = (self.vectors @ chosen[[*missing.values()]].T).T * self.scales
             for key, near in zip(missing, cosines, strict=True):
-                close = near > 0
-                if near.size > NEAR:
-                    close &= near >= np.partition(near, near.size - NEAR)[near.size - NEAR]
-                rows = np.flatnonzero(close)
+                rows = np.flatnonzero(_nearest_of(near))
                 found[key] = nearest = _Nearest(rows, near[rows])
                 if len(rows) <= 2 * NEAR:  # more have equal cosines
                     if len(self._known) >= MAX_KNOWN:
@@ -201,3 +196,11 @@ def _scales(vectors: np.ndarray) -> np.ndarray:
     """Returns [n] float32, 1 / length of each vector [n, F]; 0 for a vector of zeros."""
     lengths = np.linalg.norm(vectors, axis=1)
     return np.asarray(np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0))
+
+
+def _nearest_of(cosines: np.ndarray) -> np.ndarray:
+    """Returns [n] bool, True for the NEAR largest cosines above 0 and those equal to the least."""
+    near = cosines > 0
+    if cosines.size > NEAR:
+        near &= cosines >= np.partition(cosines, cosines.size - NEAR)[cosines.size - NEAR]
+    return near
