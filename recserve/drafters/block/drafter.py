@@ -35,7 +35,14 @@ from recserve.drafters.shared.lattice_tree import (
     most_candidates,
 )
 from recserve.drafters.shared.limits import allowed, only_chains
-from recserve.drafters.shared.new_states import LastValues, entries_within, last_rows, new_rows
+from recserve.drafters.shared.new_states import (
+    MAX_TEXTS,
+    LastValues,
+    StateDrafter,
+    entries_within,
+    last_rows,
+    new_rows,
+)
 from recserve.drafters.shared.noisy import LEAST_SCALE, DraftedTexts, noisy_logits
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
@@ -48,7 +55,6 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import (
     READ,
     CapturableDrafter,
-    Drafter,
     DraftForm,
     DraftInputs,
     DraftPlan,
@@ -59,7 +65,6 @@ from recserve.speculation.drafter import (
 from recserve.speculation.open_question import CheckpointAmbiguity
 
 NUM_CANDIDATES, NUM_NODES = 16, 32
-MAX_TEXTS = 64  # texts that are drafted together
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class _Ranked:
     total: Tensor
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(StateDrafter):
     """Drafts trees with a block drafter.
 
     Args:
@@ -109,9 +114,6 @@ class BlockDrafter(Drafter):
     """
 
     name = "block"
-    needs_weights = True
-    num_folders = 1
-    reads_states = True
 
     def __init__(
         self,
@@ -136,8 +138,7 @@ class BlockDrafter(Drafter):
         decoder = config.decoder
         self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
         self.scratch_slots = MAX_TEXTS * config.block_size
-        # For each text, how many tokens it had when its entries were complete.
-        self._texts: dict[int, int] = {}
+        super().__init__()
         self._anchors = LastValues((), torch.int64)
 
     @classmethod
@@ -158,10 +159,6 @@ class BlockDrafter(Drafter):
         """Receives the pool of the network's keys and values."""
         self.pool = pool
 
-    def forget(self, context_id: int) -> None:
-        """Drops the state of a text."""
-        self._texts.pop(context_id, None)
-
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
         """Computes the entries of committed positions from the target's states."""
@@ -173,7 +170,7 @@ class BlockDrafter(Drafter):
             positions.append(torch.arange(first, stop, device=device))
             rows.append(context.row)
             anchors.append(context.tokens[stop])
-            self._texts[context.id] = stop + 1
+            self._lengths[context.id] = stop + 1
         table = parts[0].context.table
         assert table is not None
         last = on_device([rows, anchors], device)
@@ -224,21 +221,6 @@ class BlockDrafter(Drafter):
     def most_new_states(self) -> int:
         """A step accepts at most a node of each slot, and node 0."""
         return self.network.config.num_slots + 1
-
-    @property
-    def most_texts(self) -> int:
-        """Texts that fit into the scratch memory."""
-        return MAX_TEXTS
-
-    def is_ready(self, context: TextContext) -> bool:
-        """Whether the entries before the last committed token are complete."""
-        return self._texts.get(context.id) == len(context.tokens)
-
-    def note_new(self, context: TextContext, first: int) -> bool:
-        """Notes that the entries before the last committed token will be complete."""
-        known = self._texts.get(context.id) == first + 1
-        self._texts[context.id] = len(context.tokens)
-        return known
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain."""

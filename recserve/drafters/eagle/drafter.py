@@ -32,7 +32,14 @@ from recserve.drafters.eagle.questions import eagle_questions
 from recserve.drafters.shared.feature_network import FeatureNetwork, MaskRow, RowsBefore
 from recserve.drafters.shared.layer_views import attend_committed, attend_drafted, attend_new
 from recserve.drafters.shared.limits import allowed, only_chains
-from recserve.drafters.shared.new_states import LastValues, entries_within, last_rows, new_rows
+from recserve.drafters.shared.new_states import (
+    MAX_TEXTS,
+    LastValues,
+    StateDrafter,
+    entries_within,
+    last_rows,
+    new_rows,
+)
 from recserve.drafters.shared.noisy import DraftedTexts, likeliest
 from recserve.drafters.shared.rank_tree import RankTree, rank_tree
 from recserve.drafters.shared.score_tree import MAX_KEY, ScoreTree, tree_sizes
@@ -46,7 +53,6 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import (
     READ,
     CapturableDrafter,
-    Drafter,
     DraftForm,
     DraftInputs,
     DraftPlan,
@@ -58,7 +64,6 @@ from recserve.speculation.open_question import CheckpointAmbiguity
 from recserve.speculation.sampling_params import Speculation
 
 WIDTH, DEPTH, NUM_NODES = 8, 6, 40
-MAX_TEXTS = 64  # texts that are drafted together
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class _Texts:
 _requested_tree = lru_cache(maxsize=256)(rank_tree)
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(StateDrafter):
     """Drafts dynamic trees, or a request's static tree, with an EAGLE network.
 
     Args:
@@ -96,9 +101,6 @@ class EagleDrafter(Drafter):
     """
 
     name = "eagle"
-    needs_weights = True
-    num_folders = 1
-    reads_states = True
     takes_tree = True
 
     def __init__(
@@ -122,8 +124,7 @@ class EagleDrafter(Drafter):
         decoder = config.decoder
         self.kv_shape = KVShape(decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
         self.scratch_slots = MAX_TEXTS * width * depth
-        # How many tokens each text had when its last output was computed.
-        self._lengths: dict[int, int] = {}
+        super().__init__()
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> EagleDrafter:
@@ -149,10 +150,6 @@ class EagleDrafter(Drafter):
         """Receives the pool of the network's keys and values."""
         self.pool = pool
         self._last = LastValues((self.network.config.output_size,), pool.keys.dtype)
-
-    def forget(self, context_id: int) -> None:
-        """Drops the output of a text."""
-        self._lengths.pop(context_id, None)
 
     @torch.inference_mode()
     def read(self, parts: Seq[StateSpan]) -> None:
@@ -227,21 +224,6 @@ class EagleDrafter(Drafter):
     def most_new_states(self) -> int:
         """A step accepts at most a node of each level, and node 0."""
         return self.depth + 1
-
-    @property
-    def most_texts(self) -> int:
-        """Texts that fit into the scratch memory."""
-        return MAX_TEXTS
-
-    def is_ready(self, context: TextContext) -> bool:
-        """Whether the output at the last committed token is known."""
-        return self._lengths.get(context.id) == len(context.tokens)
-
-    def note_new(self, context: TextContext, first: int) -> bool:
-        """Notes that the output at the last committed token will be known."""
-        known = self._lengths.get(context.id) == first + 1
-        self._lengths[context.id] = len(context.tokens)
-        return known
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain. Static trees are launched."""

@@ -1,4 +1,4 @@
-"""Where the rows of a captured draft's new states lie, on the device.
+"""Drafters that read states, and where the rows of a captured draft's new states lie.
 
 Texts have different numbers of new states, but a captured draft has room for the same number in
 each. Rows after a text's own states are computed too, and written to the spare slot.
@@ -12,7 +12,42 @@ from torch import Tensor
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chains
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
-from recserve.speculation.drafter import DraftInputs
+from recserve.speculation.drafter import Drafter, DraftInputs, TextContext
+
+MAX_TEXTS = 64  # texts that are drafted together
+
+
+class StateDrafter(Drafter):
+    """A drafter of one network that reads states and drafts texts together.
+
+    It knows how many tokens each text had when its last state was read.
+    """
+
+    needs_weights = True
+    num_folders = 1
+    reads_states = True
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def most_texts(self) -> int:
+        """Texts that fit into the scratch memory."""
+        return MAX_TEXTS
+
+    def forget(self, context_id: int) -> None:
+        """Drops the state of a text."""
+        self._lengths.pop(context_id, None)
+
+    def is_ready(self, context: TextContext) -> bool:
+        """Whether the states of all committed tokens but the last are read."""
+        return self._lengths.get(context.id) == len(context.tokens)
+
+    def note_new(self, context: TextContext, first: int) -> bool:
+        """Notes that the states from `first` on are read; says whether the one before them was."""
+        known = self._lengths.get(context.id) == first + 1
+        self._lengths[context.id] = len(context.tokens)
+        return known
 
 
 def entries_within(inputs: DraftInputs, stops: Tensor) -> Prefixes:

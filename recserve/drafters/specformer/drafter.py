@@ -30,7 +30,13 @@ from recserve.drafters.shared.lattice_tree import (
     most_candidates,
 )
 from recserve.drafters.shared.limits import allowed, only_chains
-from recserve.drafters.shared.new_states import LastValues, last_rows, new_rows
+from recserve.drafters.shared.new_states import (
+    MAX_TEXTS,
+    LastValues,
+    StateDrafter,
+    last_rows,
+    new_rows,
+)
 from recserve.drafters.shared.noisy import DraftedTexts, RankedColumns, likeliest
 from recserve.drafters.shared.rank_tree import RankTree, expansion_tree, rank_tree
 from recserve.drafters.specformer.files import load_specformer
@@ -47,7 +53,6 @@ from recserve.speculation.draft import Budget, TextDraft, empty_draft
 from recserve.speculation.drafter import (
     READ,
     CapturableDrafter,
-    Drafter,
     DraftForm,
     DraftInputs,
     DraftPlan,
@@ -59,10 +64,9 @@ from recserve.speculation.open_question import CheckpointAmbiguity
 from recserve.speculation.sampling_params import Speculation
 
 WIDTH, NUM_NODES = 8, 24
-MAX_TEXTS = 64  # texts that are drafted together
 
 
-class SpecformerDrafter(Drafter):
+class SpecformerDrafter(StateDrafter):
     """Drafts the likeliest paths through the slots of a SpecFormer network.
 
     Args:
@@ -76,9 +80,6 @@ class SpecformerDrafter(Drafter):
     """
 
     name = "specformer"
-    needs_weights = True
-    num_folders = 1
-    reads_states = True
     takes_tree = True
 
     def __init__(
@@ -99,8 +100,7 @@ class SpecformerDrafter(Drafter):
         self.width, self.num_nodes = min(width, target.config.vocab_size, most), num_nodes
         self.hidden_layers = network.config.target_layers
         self.kv_shape = KVShape(1, decoder.num_kv_heads, decoder.head_dim)
-        # For each text, how many tokens it had when its last context was computed.
-        self._texts: dict[int, int] = {}
+        super().__init__()
         self._contexts_by_row = LastValues((decoder.hidden_size,), target.tokens.weight.dtype)
 
     @classmethod
@@ -122,10 +122,6 @@ class SpecformerDrafter(Drafter):
     def attach(self, pool: KVPool) -> None:
         """Receives the pool of the network's keys and values."""
         self.pool = pool
-
-    def forget(self, context_id: int) -> None:
-        """Drops the context of a text."""
-        self._texts.pop(context_id, None)
 
     def check_tree(self, speculation: Speculation) -> None:
         """Raises ValueError for a request's tree that the slots cannot fill."""
@@ -162,7 +158,7 @@ class SpecformerDrafter(Drafter):
             on_device(ends, device),
         )
         for part in parts:
-            self._texts[part.context.id] = part.first + part.states.shape[0] + 1
+            self._lengths[part.context.id] = part.first + part.states.shape[0] + 1
         rows = on_device([part.context.row for part in parts], device)
         self._contexts_by_row.of(prefixes.slots).index_copy_(0, rows, outputs)
 
@@ -198,21 +194,6 @@ class SpecformerDrafter(Drafter):
     def most_new_states(self) -> int:
         """A step accepts at most a node of each slot, and node 0."""
         return self.network.config.num_slots + 1
-
-    @property
-    def most_texts(self) -> int:
-        """Texts that are drafted together."""
-        return MAX_TEXTS
-
-    def is_ready(self, context: TextContext) -> bool:
-        """Whether the context at the state before the last committed token is known."""
-        return self._texts.get(context.id) == len(context.tokens)
-
-    def note_new(self, context: TextContext, first: int) -> bool:
-        """Notes that the context at the state before the last committed token will be known."""
-        known = self._texts.get(context.id) == first + 1
-        self._texts[context.id] = len(context.tokens)
-        return known
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain. A request's static tree is launched."""
