@@ -805,7 +805,9 @@ class Experiment:
             self._fall_back(*found)
             return
         self._falling_back = True
-        threading.Thread(target=self._fall_back_durably, args=found, name="fall-back").start()
+        threading.Thread(
+            target=self._fall_back_durably, args=found, name="fall-back", daemon=True
+        ).start()
 
     def _find_breach(
         self, window: Counts, guard: GuardSettings

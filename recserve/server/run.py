@@ -44,7 +44,8 @@ class DrainingServer(uvicorn.Server):
     server exits. Responses announce the end of their connections. When the server stops
     listening, it first accepts the connections that wait in the kernel, and answers what arrives on
     open ones for a moment. A second signal ends the wait. The process ends within `drain_delay_s`,
-    `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do.
+    `drain_timeout_s` and CLOSE_S of the first signal, whatever clients, engine and stores do. A
+    server that ends without a signal closes within `drain_timeout_s` and CLOSE_S.
 
     A server that still loads has no request to finish: its process ends at once, with status 0.
     A server that loads another bundle finishes its requests and does not wait for the bundle.
@@ -55,10 +56,25 @@ class DrainingServer(uvicorn.Server):
         delay_s: Time left until the server stops listening.
     """
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, delay_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        lifecycle: Lifecycle,
+        delay_s: float,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Serves nothing yet.
+
+        Args:
+            config: Settings of uvicorn.
+            lifecycle: State of the service.
+            delay_s: Time between the first signal and the end of listening.
+            end: Ends the process with a status, without waiting for other threads.
+        """
         super().__init__(config)
         self.lifecycle = lifecycle
         self.delay_s = delay_s
+        self._end = end
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal: the first one starts the drain, the second one ends it.
@@ -74,8 +90,7 @@ class DrainingServer(uvicorn.Server):
             return
         log.info("%s: draining", signal.Signals(sig).name)
         self.lifecycle.draining = True
-        timeout_s = self.config.timeout_graceful_shutdown or 0
-        end_process_in(self.delay_s + timeout_s + CLOSE_S)
+        self._end_in_time()
 
     async def on_tick(self, counter: int) -> bool:
         """Runs ten times a second; True stops listening and waits for running requests."""
@@ -95,8 +110,14 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts the last connections, stops listening, and waits for running requests."""
+        if not self.lifecycle.draining:  # no signal has come
+            self._end_in_time()
         await self._accept_last()
         await super().shutdown(sockets)
+
+    def _end_in_time(self) -> None:
+        timeout_s = self.config.timeout_graceful_shutdown or 0
+        end_process_in(max(0.0, self.delay_s) + timeout_s + CLOSE_S, self._end)
 
     async def _accept_last(self) -> None:
         """Waits until the kernel holds no connection to accept, for the drain timeout at most.
@@ -115,7 +136,7 @@ class DrainingServer(uvicorn.Server):
         await asyncio.sleep(LOOK_S)  # what was accepted last becomes a connection
 
 
-def end_process_in(seconds: float, end: Callable[[int], object] = os._exit) -> threading.Timer:
+def end_process_in(seconds: float, end: Callable[[int], object]) -> None:
     """Ends the process after some time, unless it has ended by itself.
 
     Args:
@@ -124,13 +145,12 @@ def end_process_in(seconds: float, end: Callable[[int], object] = os._exit) -> t
     """
 
     def late() -> None:
-        log.critical("not closed %.1f s after the signal; the process ends now", seconds)
+        log.critical("not closed within %.1f s; the process ends now", seconds)
         end(1)
 
     timer = threading.Timer(seconds, late)
     timer.daemon = True
     timer.start()
-    return timer
 
 
 def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:

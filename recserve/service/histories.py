@@ -318,9 +318,8 @@ class Histories:
         )
 
     def close(self) -> None:
-        """Closes the store, unless another service owns it."""
-        if self.owns_store:
-            self.shown.close()
+        """Closes the store, unless another service owns it or a call of the store hangs."""
+        if self.owns_store and self.shown.close():
             self.store.close()
 
     @property

@@ -33,6 +33,7 @@ from recserve.features.history.history import (
     event_key,
     merge,
 )
+from recserve.features.history.stores import CLOSE_S
 from recserve.service.history import History
 
 log = logging.getLogger(__name__)
@@ -144,13 +145,17 @@ class ShownItems:
                 self._num_pending -= len(self._pending.pop(user_id, ()))
             self.store.delete(record_id(user_id))
 
-    def close(self) -> None:
-        """Writes what waits, and ends the thread."""
+    def close(self) -> bool:
+        """Writes what waits, within CLOSE_S. Returns whether all calls of the store have ended."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+        if self._thread is None:
+            return True
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.error("what users were shown last is not recorded: the history store does not end")
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -19,10 +19,13 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 import numpy as np
@@ -59,6 +62,7 @@ MAX_SWEEP_S = 3600.0
 REST = 4  # a sweep rests this many times as long as it worked
 SLOW_S = 0.1  # a failure that took less delays no request
 NUM_THREADS = 32  # as many as the server has for requests that read the store
+CLOSE_S = 4.0  # time for a store to close; a server has 5 s to close all its parts
 
 
 def open_store(url: str, options: StoreOptions | None = None) -> HistoryStore:
@@ -316,7 +320,7 @@ class GuardedStore(StoreWrapper):
         self.reads = defaultdict[str, Circuit](
             lambda: Circuit("is too slow or fails", most_failures=5, window=10, clock=clock)
         )
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "history")  # starts threads when used
+        self._threads = DaemonThreads(NUM_THREADS, "history")
 
     def read(self, user_id: str) -> np.ndarray:
         """As `get`, within `read_timeout_s`.
@@ -328,7 +332,7 @@ class GuardedStore(StoreWrapper):
             return self.get(user_id)
         circuit = self.reads[self.store.server(user_id)]
         circuit.enter()
-        read = self._threads.submit(self.get, user_id)
+        read = self._threads.submit(partial(self.get, user_id))
         wait((read,), self.read_timeout_s)
         if not read.done():
             read.cancel()
@@ -372,9 +376,19 @@ class GuardedStore(StoreWrapper):
         self._call([], lambda: self.store.add_marks(kind, first, marks))
 
     def close(self) -> None:
-        """Takes no more reads and releases the store. Threads end with the reads that they have."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self.store.close()
+        """Takes no more reads and releases the store, within CLOSE_S.
+
+        A store that takes longer is left as it is. Its threads do not keep the process from ending.
+        """
+        self._threads.close()
+        thread = DaemonThreads(1, "close-history")
+        closed = thread.submit(self.store.close)
+        wait((closed,), CLOSE_S)
+        thread.close()
+        if closed.done():
+            closed.result()
+        else:
+            log.error("the history store did not close within %g s", CLOSE_S)
 
     def _call(self, user_ids: Sequence[str], function: Callable[[], T]) -> T:
         """Calls the store. Raises StoreUnavailable if it fails, or at once while it hangs."""
@@ -389,6 +403,57 @@ class GuardedStore(StoreWrapper):
             raise
         circuit.count_success()
         return answer
+
+
+class DaemonThreads:
+    """A pool of threads that Python does not wait for when the process ends.
+
+    It waits for those of a `ThreadPoolExecutor`, so one call that hangs would keep the process.
+
+    Args:
+        num_threads: Most threads. They start when they are needed.
+        name: Beginning of their names.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads, self._name = num_threads, name
+        self._lock = threading.Lock()  # of the next two
+        self._num_started = 0
+        self._num_idle = 0  # exact until all threads have started
+        self._calls = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]()
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Calls a function on a thread, as soon as one is free."""
+        future = Future[T]()
+        self._calls.put((future, function))
+        with self._lock:
+            if self._num_idle:
+                self._num_idle -= 1
+            elif self._num_started < self._num_threads:
+                self._num_started += 1
+                name = f"{self._name}_{self._num_started}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Cancels calls that wait for a thread. Threads end with the calls that they have."""
+        with suppress(Empty):
+            while (call := self._calls.get_nowait()) is not None:
+                call[0].cancel()
+        for _ in range(self._num_started):
+            self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+            del call, future, function  # what they refer to lives no longer than the call
+            with self._lock:
+                self._num_idle += 1
 
 
 class Circuit:

@@ -1,5 +1,7 @@
 """A request waits for its stored history for a limited time; a change waits for the store."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -149,5 +151,47 @@ def test_a_read_that_found_no_thread_never_reaches_the_store(store, reads):
         refused(reads, "within")
     store.gate.set()
     reads.close()
-    reads._threads.shutdown(wait=True)
+    for thread in threading.enumerate():
+        if thread.name.startswith("history_"):
+            thread.join()
     assert len(store.calls) == 32
+
+
+HANGING = """
+import sys, threading
+from types import SimpleNamespace
+from recserve.features.history import stores
+from recserve.features.history.history import StoreUnavailable
+from recserve.service import shown
+from recserve.service.histories import Histories
+from tests.support.partial_stores import MemoryStore
+
+called = threading.Event()
+stores.CLOSE_S = shown.CLOSE_S = 0.05
+
+
+def hang(*_):
+    called.set()
+    threading.Event().wait()
+
+
+setattr(MemoryStore, sys.argv[1], hang)
+store = stores.GuardedStore(stores.ExpiringStore(MemoryStore(), 3600.0), 0.01)
+histories = SimpleNamespace(store=store, shown=shown.ShownItems(store), owns_store=True)
+histories.shown.add("u", ["i"], "r")
+try:
+    store.read("u")
+except StoreUnavailable:
+    pass
+if sys.argv[1] != "close":
+    assert called.wait(60)
+Histories.close(histories)
+assert called.is_set()
+"""
+
+
+@pytest.mark.parametrize("method", ["get_many", "append_many", "users", "close"])
+def test_a_process_ends_although_its_store_hangs(method):
+    """A read, what users were shown, a sweep of expired events, or the end of the store hangs."""
+    command = [sys.executable, "-c", HANGING, method]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
