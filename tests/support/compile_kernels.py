@@ -13,7 +13,12 @@ from contextlib import redirect_stdout
 import triton
 from triton.backends.compiler import GPUTarget
 
-from recserve.kernels.acceptance import triton_accept, triton_accept_drawn, triton_masks
+from recserve.kernels.acceptance import (
+    triton_accept,
+    triton_accept_drawn,
+    triton_masks,
+    triton_noise,
+)
 from recserve.kernels.attention import triton_attention, triton_launch
 from recserve.kernels.cache import triton_moves
 from recserve.kernels.layers import triton_norms, triton_rope_write
@@ -109,6 +114,16 @@ def drawn_acceptance(kinds_of_nodes, small):
     yield triton_accept_drawn.pick_kernel, {"BLOCK_SPLITS": 256}, kinds
 
 
+def noise():
+    """Yields the kernels of Gumbel noise."""
+    sizes = {"LANES": triton_noise.LANES, "TILE": triton_noise.TILE}
+    small = dict.fromkeys(["vocabulary", "num_tokens", "stream"], "i32")
+    yield triton_noise.all_tokens_kernel, sizes, {**small, "out": "*fp32"}
+    yield triton_noise.tokens_kernel, {**sizes, "BLOCK_TOKENS": triton_noise.BLOCK_TOKENS}, {
+        **small, "out": "*fp32"
+    }  # fmt: skip
+
+
 def masks():
     """Returns the kernel that applies masks of tokens."""
     return triton_masks.ban_kernel, {"BLOCK": triton_masks.BLOCK}, {
@@ -179,6 +194,7 @@ def forms(capability):
     yield attention("bf16", 256, 2, limits=True)
     yield merge("bf16", 128)
     yield from acceptance("bf16", True)
+    yield from noise()
     yield masks()
     yield from small_kernels("bf16")
     yield trie("bf16", triton_topk.EXCLUDED, triton_topk.AT_ONCE)

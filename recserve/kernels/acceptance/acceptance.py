@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.acceptance import native
-from recserve.kernels.acceptance.noise import exponential, gumbel, step_keys, uniform
+from recserve.kernels.acceptance.noise import exponential, gumbel_reference, step_keys, uniform
 from recserve.kernels.backend import Operator
 from recserve.kernels.tree import CANDIDATE, TokenTree
 
@@ -122,7 +122,7 @@ def choose(logits: Tensor, tree: TokenTree, keys: Keys, temperatures: Tensor) ->
     """
     trees = tree.tree_ids()
     warmth = temperatures[trees, None]
-    noise = gumbel(keys.seeds[trees], keys.positions(tree), logits.shape[1])
+    noise = gumbel_reference(keys.seeds[trees], keys.positions(tree), logits.shape[1])
     logits = logits.float()
     drawn = logits / torch.where(warmth > 0, warmth, 1.0) + noise
     return torch.where(warmth > 0, drawn, logits).argmax(-1)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from recserve.kernels.backend import Operator
+
 LANES = 256
 TILE = 4 * LANES
 CHUNK = 2**16  # words per step, so that intermediate results stay in a core's cache
@@ -32,7 +34,9 @@ LN2 = 0.693147182464599609375
 SERIES = (0.6666666865348816, 0.4000000059604645, 0.2857142984867096, 0.2222222238779068)
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARGET) -> Tensor:
+def gumbel_reference(
+    seeds: Tensor, positions: Tensor, vocabulary: int, stream: int = TARGET
+) -> Tensor:
     """Returns Gumbel noise [n, vocabulary] float32 of the tokens 0 : vocabulary.
 
     Args:
@@ -76,10 +80,10 @@ def _of_all_tokens(
             part = slice(left, left + step)
             words = torch.stack(philox(key, (lanes[:, part], *tail)), dim=2)
             out[own, part] = of_words(words)
-    return out.view(rows, -1)[:, :vocabulary]
+    return out.flatten(1)[:, :vocabulary]
 
 
-def gumbel_of_tokens(
+def gumbel_of_tokens_reference(
     seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET
 ) -> Tensor:
     """Returns the noise at chosen tokens: `gumbel(...)[i, tokens[i]]` without the rest.
@@ -184,3 +188,8 @@ def _log(exponent: Tensor, f: Tensor) -> Tensor:
     for term in (SERIES[2], SERIES[1], SERIES[0]):
         tail.add_(term).mul_(z)
     return tail.add_(2).mul_(s).add_(exponent.mul_(LN2))
+
+
+TRITON = "recserve.kernels.acceptance.triton_noise"
+gumbel = Operator(gumbel_reference, triton=f"{TRITON}:gumbel")
+gumbel_of_tokens = Operator(gumbel_of_tokens_reference, triton=f"{TRITON}:gumbel_of_tokens")

@@ -70,7 +70,7 @@ def choose_kernel(
                 logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")
             ).to(tl.float32)
             if warm:
-                value = tl.div_rn(value, temperature) + noise.gumbel(drawn[word])
+                value = tl.div_rn(value, temperature) + noise.gumbel_of_words(drawn[word])
             best, where = better(value, token, best, where)
     peak = tl.max(best, 0)
     place = row * tl.num_programs(1) + split

@@ -138,7 +138,7 @@ def bonus_kernel(
         for word in tl.static_range(4):
             token = tile * TILE + word * LANES + lane
             inside = token < vocabulary
-            waited = noise.exponential(words[word])
+            waited = noise.exponential_of_words(words[word])
             all_of = tl.load(p + node * vocabulary + token, mask=inside, other=0.0)
             weight = tl.load(source + token, mask=inside, other=0.0)
             if refused >= 0:

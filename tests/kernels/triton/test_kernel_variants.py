@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recserve.kernels.acceptance import triton_accept, triton_accept_drawn
+from recserve.kernels.acceptance import triton_accept, triton_accept_drawn, triton_noise
 from recserve.kernels.acceptance.acceptance import DraftProbs, Keys
 from recserve.kernels.attention import triton_attention
 from recserve.kernels.attention.reference import HeadLayout
@@ -42,7 +42,8 @@ KERNELS = (
 )  # fmt: skip
 OTHERS = (
     triton_accept.choose_kernel, triton_accept.walk_kernel, triton_accept_drawn.drawn_walk_kernel,
-    triton_accept_drawn.bonus_kernel, triton_accept_drawn.pick_kernel, triton_head_topk.head_kernel,
+    triton_accept_drawn.bonus_kernel, triton_accept_drawn.pick_kernel,
+    triton_noise.all_tokens_kernel, triton_noise.tokens_kernel, triton_head_topk.head_kernel,
     triton_topk.children_kernel, triton_topk.weights_kernel,
 )  # fmt: skip
 
@@ -176,7 +177,7 @@ def judged(count, vocabulary):
 
 
 @pytest.mark.parametrize("vocabulary", [700, 151_936])
-def test_acceptance_and_heads_over_a_day(vocabulary, monkeypatch):
+def test_acceptance_noise_and_heads_over_a_day(vocabulary, monkeypatch):
     """One code for each set of constants: nothing that a step is made of has one of its own."""
     keys = Launches(OTHERS)
     monkeypatch.setattr(
@@ -187,13 +188,17 @@ def test_acceptance_and_heads_over_a_day(vocabulary, monkeypatch):
         triton_accept.accept(logits, tree, seeds, warmth, depth)
         q = DraftProbs(logits, slid(torch.arange(tree.num_nodes), g))
         triton_accept_drawn.accept_drawn(logits, q, tree, seeds, depth)
+        triton_noise.gumbel(seeds.seeds, seeds.prefix_lengths, vocabulary, depth % 4)
+        some = slid(torch.zeros(len(warmth), depth * 16 - depth % 3, dtype=torch.int64), g)
+        some = some.view(len(warmth), -1)
+        triton_noise.gumbel_of_tokens(seeds.seeds, seeds.prefix_lengths, some, depth % 4)
         triton_head_topk.head_topk(torch.zeros(len(warmth), 3, 16), matrix, 4)
     counts = {name: len(found) for name, found in keys.found.items() if found}
     assert counts == {name: len(made) for name, made in keys.constants.items() if made}
     # Shares of the vocabulary, fewer where many nodes are judged; rows of a block 16 to 64.
     assert counts.pop("walk_kernel") <= 2 and counts.pop("head_kernel") <= 3
-    assert set(counts.values()) == {1} and len(counts) == 4
-    assert len(keys.eager["walk_kernel"]) > 4
+    assert set(counts.values()) == {1} and len(counts) == 6
+    assert len(keys.eager["walk_kernel"]) > 4 and len(keys.eager["tokens_kernel"]) > 4
 
 
 def test_trie_steps_of_a_day(monkeypatch):
