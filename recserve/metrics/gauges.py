@@ -148,6 +148,30 @@ def _counters(name: str, text: str, label: str) -> Any:
     return _figures(Row(name, text, (label,), _by_label, counts=True))
 
 
+def _parquet_log(name: str, records: str, rows: Row) -> Any:
+    """Returns a field of Gauges with the metrics of a log of Parquet files.
+
+    Args:
+        name: `slate_log` or `event_log`.
+        records: What the log takes, for the help text.
+        rows: The metric of the written rows.
+    """
+    log = name.replace("_", " ")
+    dropped = Row(
+        f"recserve_{name}_dropped",
+        f"{records} that the {log} lost",
+        ("reason",),
+        _of_log(lambda log: _by_label(log.dropped)),
+        counts=True,
+    )
+    size = Row(
+        f"recserve_{name}_bytes",
+        f"Size of the {log}",
+        samples=_of_log(lambda log: _number(log.bytes)),
+    )
+    return _figure(rows, dropped, size, default=None)
+
+
 @dataclass(frozen=True)
 class Gauges:
     """The table of the engine's metrics: each field is a figure, with its metrics.
@@ -256,7 +280,9 @@ class Gauges:
             _by_drafter(lambda drafts: drafts.paused),
         ),
     )
-    slate_log: LogCounts | None = _figure(
+    slate_log: LogCounts | None = _parquet_log(
+        "slate_log",
+        "Records",
         Row(
             "recserve_slate_log_rows",
             "Rows written to the slate log",
@@ -264,43 +290,17 @@ class Gauges:
             _of_log(lambda log: _by_label(log.rows)),
             counts=True,
         ),
-        Row(
-            "recserve_slate_log_dropped",
-            "Records that the slate log lost",
-            ("reason",),
-            _of_log(lambda log: _by_label(log.dropped)),
-            counts=True,
-        ),
-        Row(
-            "recserve_slate_log_bytes",
-            "Size of the slate log",
-            samples=_of_log(lambda log: _number(log.bytes)),
-        ),
-        default=None,
     )
-
-    event_log: LogCounts | None = _figure(
+    event_log: LogCounts | None = _parquet_log(
+        "event_log",
+        "Events and corrections",
         Row(
             "recserve_event_log_rows",
             "Events and corrections written to the event log",
             samples=_of_log(lambda log: _number(log.rows["events"])),
             counts=True,
         ),
-        Row(
-            "recserve_event_log_dropped",
-            "Events and corrections that the event log lost",
-            ("reason",),
-            _of_log(lambda log: _by_label(log.dropped)),
-            counts=True,
-        ),
-        Row(
-            "recserve_event_log_bytes",
-            "Size of the event log",
-            samples=_of_log(lambda log: _number(log.bytes)),
-        ),
-        default=None,
     )
-
     catalog_log: CatalogLogCounts | None = _figure(
         Row(
             "recserve_catalog_lag_seconds",
