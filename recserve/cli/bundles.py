@@ -15,18 +15,13 @@ from recserve.cli.flags import (
     ColumnFlag,
     Device,
     DeviceFlag,
-    FormatFlag,
-    IdFormatFlag,
-    IdsFlag,
-    ItemTextFlag,
-    MaxHistoryFlag,
-    PromptFlag,
-    RuleFlag,
+    ImportFlags,
     ScoringFlag,
     column_names,
     json_value,
     numbers,
     pairs,
+    with_flags,
 )
 
 
@@ -359,17 +354,14 @@ def export(
         typer.echo(f"{file}: {file.stat().st_size:,} bytes")
 
 
+@with_flags
 def import_checkpoint(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     items: Annotated[
         Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
-    format: FormatFlag = None,
-    ids: IdsFlag = None,
-    id_format: IdFormatFlag = None,
-    prompt: PromptFlag = None,
-    item_text: ItemTextFlag = None,
+    flags: ImportFlags,
     events: Annotated[
         Path | None, typer.Option(help="Events as of `recserve build`, for histories.")
     ] = None,
@@ -377,8 +369,6 @@ def import_checkpoint(
         Literal["popular", "first", "all"],
         typer.Option(help="Which of several items with one id are recommended."),
     ] = "popular",
-    max_history: MaxHistoryFlag = None,
-    rule: RuleFlag = None,
     only_rule: Annotated[
         bool,
         typer.Option(
@@ -386,26 +376,11 @@ def import_checkpoint(
             help="Leave out the tokens that other rules need; no request can name `vocabulary`.",
         ),
     ] = False,
-    column: ColumnFlag = None,
 ) -> None:
     """Import a recommender that was trained elsewhere, from a Hugging Face folder."""
-    from recserve.formats.checkpoint_format import ImportOptions
     from recserve.formats.conversion import import_checkpoint as convert
 
-    options = ImportOptions(
-        folder=folder,
-        items=items,
-        out=out,
-        format=format,
-        ids=ids,
-        id_format=id_format,
-        prompt=prompt,
-        item_text=item_text,
-        events=events,
-        shared_ids=shared_ids,
-        max_history=max_history,
-        rule=rule,
-        only_rule=only_rule,
-        columns=column_names(column),
+    options = flags.options(
+        folder, items, out, events=events, shared_ids=shared_ids, only_rule=only_rule
     )
     convert(options, typer.echo)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from recserve.formats.checkpoint_format import ImportOptions
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -35,33 +42,94 @@ ColumnFlag = Annotated[
         help="OURS=THEIRS: the name of a column in your file, as in --column item_id=movieId."
     ),
 ]
-# Flags of `bundle import`, which `doctor` takes too.
-FormatFlag = Annotated[
-    str | None,
-    typer.Option(help="Of a checkpoint: generic, minionerec, lc-rec, openonerec, or of a package."),
-]
-IdsFlag = Annotated[
-    Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")
-]
-IdFormatFlag = Annotated[
-    str | None,
-    typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>' or '[{text}]'."),
-]
-ItemTextFlag = Annotated[
-    str | None,
-    typer.Option(help="generic: text of an item in a prompt, as in '{id} {title}'."),
-]
-PromptFlag = Annotated[
-    Path | None,
-    typer.Option(help="generic: Jinja file of the prompt; openonerec: JSON of its messages."),
-]
-MaxHistoryFlag = Annotated[
-    int | None, typer.Option(min=1, help="Items of a history in a prompt; default: the format.")
-]
-RuleFlag = Annotated[
-    Literal["children", "level", "vocabulary"] | None,
-    typer.Option(help="What the softmax of a code runs over; default: that of the format."),
-]
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Lets a command take flags that others have too, as parameters whose types are dataclasses.
+
+    Each field of such a dataclass is a flag, with the field's type and default. The command gets an
+    instance.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        one.name: one.annotation
+        for one in signature.parameters.values()
+        if is_dataclass(one.annotation)
+    }
+    parameters: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        if one.name not in groups:
+            parameters.append(one.replace(kind=one.KEYWORD_ONLY))
+            continue
+        types = get_type_hints(one.annotation, include_extras=True)
+        parameters += [
+            one.replace(
+                name=flag.name,
+                kind=one.KEYWORD_ONLY,
+                default=one.empty if flag.default is MISSING else flag.default,
+                annotation=types[flag.name],
+            )
+            for flag in fields(one.annotation)
+        ]
+
+    @wraps(command)
+    def run(**flags: Any) -> None:
+        for name, group in groups.items():
+            flags[name] = group(**{flag.name: flags.pop(flag.name) for flag in fields(group)})
+        command(**flags)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(frozen=True)
+class ImportFlags:
+    """Flags of `bundle import` and of `doctor`, which say how a checkpoint is read."""
+
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a checkpoint: generic, minionerec, lc-rec, openonerec, or of a package."
+        ),
+    ] = None
+    ids: Annotated[
+        Path | None, typer.Option(help="The id of each item: JSON, tables, .npy or safetensors.")
+    ] = None
+    id_format: Annotated[
+        str | None,
+        typer.Option(help="generic: how an id is spelled, as in '<a_{}><b_{}>' or '[{text}]'."),
+    ] = None
+    prompt: Annotated[
+        Path | None,
+        typer.Option(help="generic: Jinja file of the prompt; openonerec: JSON of its messages."),
+    ] = None
+    item_text: Annotated[
+        str | None,
+        typer.Option(help="generic: text of an item in a prompt, as in '{id} {title}'."),
+    ] = None
+    max_history: Annotated[
+        int | None, typer.Option(min=1, help="Items of a history in a prompt; default: the format.")
+    ] = None
+    rule: Annotated[
+        Literal["children", "level", "vocabulary"] | None,
+        typer.Option(help="What the softmax of a code runs over; default: that of the format."),
+    ] = None
+    column: ColumnFlag = None
+
+    def options(self, folder: Path, items: Path, out: Path, **others: Any) -> ImportOptions:
+        """Returns the options of an import.
+
+        Args:
+            folder: Folder of the checkpoint.
+            items: File of items.
+            out: Folder of the new bundle.
+            others: Options that `doctor` has no flags for.
+        """
+        from recserve.formats.checkpoint_format import ImportOptions
+
+        given = {flag.name: getattr(self, flag.name) for flag in fields(self)}
+        columns = column_names(given.pop("column"))
+        return ImportOptions(folder, items, out, columns=columns, **given, **others)
 
 
 def ids(values: list[str] | None) -> list[str] | None:

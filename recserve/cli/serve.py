@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recserve.cli.flags import (
-    ColumnFlag,
     Device,
     DeviceFlag,
-    FormatFlag,
-    IdFormatFlag,
-    IdsFlag,
-    ItemTextFlag,
-    MaxHistoryFlag,
-    PromptFlag,
-    RuleFlag,
+    ImportFlags,
     StoreFlag,
-    column_names,
+    with_flags,
     yaml_list,
 )
 from recserve.kernels.linear import formats
@@ -208,6 +201,7 @@ def scale(
     run(options, host, port, address)
 
 
+@with_flags
 def doctor(
     path: Annotated[
         str | None,
@@ -239,20 +233,14 @@ def doctor(
     items: Annotated[
         Path | None, typer.Option(help="Items of a checkpoint, as for `bundle import`.")
     ] = None,
-    ids: IdsFlag = None,
-    format: FormatFlag = None,
-    id_format: IdFormatFlag = None,
-    prompt: PromptFlag = None,
-    item_text: ItemTextFlag = None,
-    rule: RuleFlag = None,
-    max_history: MaxHistoryFlag = None,
+    *,
+    flags: ImportFlags,
     histories: Annotated[
         int,
         typer.Option(
             min=0, max=1000, help="Drawn histories on which an import is compared; 0 for none."
         ),
     ] = 4,
-    column: ColumnFlag = None,
 ) -> None:
     """Check this machine, a drafter or a checkpoint, and print advice.
 
@@ -274,26 +262,11 @@ def doctor(
         if bundle or store or drafter or text or weights or measure:
             raise typer.BadParameter("a checkpoint is examined alone; a drafter needs --llm")
         from recserve.doctor.checkpoint_checks import examine_checkpoint
-        from recserve.formats.checkpoint_format import ImportOptions
 
-        given = (ids, format, id_format, prompt, item_text, rule, max_history, column)
-        if items is None and any(flag is not None for flag in given):
+        if items is None and flags != ImportFlags():
             raise typer.BadParameter("the flags of an import need --items")
-        options = None
-        if items is not None:
-            options = ImportOptions(
-                folder=Path(path),
-                items=items,
-                out=Path(path),  # nothing is written there
-                format=format,
-                ids=ids,
-                id_format=id_format,
-                prompt=prompt,
-                item_text=item_text,
-                max_history=max_history,
-                rule=rule,
-                columns=column_names(column),
-            )
+        # Nothing is written to the folder.
+        options = None if items is None else flags.options(Path(path), items, out=Path(path))
         findings = examine_checkpoint(Path(path), options, histories)
     else:
         if llm is None and not Path(path.partition("=")[2] or path).exists():
