@@ -3,92 +3,80 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from recserve.cli.experiment_file import read_defaults
 from recserve.cli.experiment_output import run, write
-from recserve.cli.flags import json_value
+from recserve.cli.flags import json_value, with_flags
 
 if TYPE_CHECKING:
     from recserve.load.session import Workload
 
 UrlArgument = Annotated[str, typer.Argument(help="Address of the server: http://127.0.0.1:8080.")]
-DataFlag = Annotated[
-    Path, typer.Option("--data", help="Prompts (JSONL, JSON, Parquet), users, or a bundle.")
-]
-TargetFlag = Annotated[
-    Literal["auto", "recommend", "rank", "completions", "chat"],
-    typer.Option("--target", help="Route; auto: recommend for users, chat for prompts."),
-]
-FieldsFlag = Annotated[
-    str, typer.Option("--fields", help="Request fields, as JSON: '{\"k\": 20}'.")
-]
-ArrivalsFlag = Annotated[
-    Literal["poisson", "trace", "closed"],
-    typer.Option("--arrivals", help="Open loop by Poisson or a trace, or a closed loop."),
-]
-RateFlag = Annotated[
-    float | None, typer.Option("--rate", min=0.001, help="Requests per second; default 10.")
-]
-TraceFlag = Annotated[Path | None, typer.Option("--trace", help="File of arrival times.")]
-DurationFlag = Annotated[float, typer.Option("--duration", min=0.1, help="Seconds of load.")]
-WarmupFlag = Annotated[float, typer.Option("--warmup", min=0, help="First seconds not counted.")]
-WorkersFlag = Annotated[int, typer.Option("--workers", min=1, help="Of a closed loop.")]
-InFlightFlag = Annotated[int, typer.Option("--max-in-flight", min=1, help="Of an open loop.")]
-TimeoutFlag = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds per request.")]
-HistoryFlag = Annotated[
-    int, typer.Option("--history", min=0, help="Newest items sent per user; 0: the id only.")
-]
-CandidatesFlag = Annotated[int, typer.Option("--candidates", min=1, help="Per user, for rank.")]
-ItemsFlag = Annotated[
-    Path | None, typer.Option("--items", help="Parquet of all items; default: ask the server.")
-]
-ExactFlag = Annotated[
-    int, typer.Option("--exact", min=0, help="Slates per arm compared with the exact slate.")
-]
-HeaderFlag = Annotated[
-    list[str] | None, typer.Option("--header", help="'Name: value'; repeat for more.")
-]
-SeedFlag = Annotated[str, typer.Option("--seed", help="Of arrivals, order and arms.")]
-StreamFlag = Annotated[bool, typer.Option("--stream/--no-stream", help="Of text.")]
-CalibrateFlag = Annotated[
-    bool, typer.Option("--calibrate/--no-calibrate", help="Measure the load generator first.")
-]
-ReportFlag = Annotated[Path | None, typer.Option("--report", help="HTML file to write.")]
-RecordsFlag = Annotated[Path | None, typer.Option("--records", help="Parquet of all requests.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+@dataclass(frozen=True)
+class LoadFlags:
+    """Flags of `bench` and `ab`: the load, and where its results go."""
+
+    data: Annotated[Path, typer.Option(help="Prompts (JSONL, JSON, Parquet), users, or a bundle.")]
+    target: Annotated[
+        Literal["auto", "recommend", "rank", "completions", "chat"],
+        typer.Option(help="Route; auto: recommend for users, chat for prompts."),
+    ] = "auto"
+    fields: Annotated[str, typer.Option(help="Request fields, as JSON: '{\"k\": 20}'.")] = "{}"
+    arrivals: Annotated[
+        Literal["poisson", "trace", "closed"],
+        typer.Option(help="Open loop by Poisson or a trace, or a closed loop."),
+    ] = "poisson"
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests per second; default 10.")
+    ] = None
+    trace: Annotated[Path | None, typer.Option(help="File of arrival times.")] = None
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds of load.")] = 30.0
+    warmup: Annotated[float, typer.Option(min=0, help="First seconds not counted.")] = 2.0
+    workers: Annotated[int, typer.Option(min=1, help="Of a closed loop.")] = 1
+    max_in_flight: Annotated[int, typer.Option(min=1, help="Of an open loop.")] = 1024
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds per request.")] = 60.0
+    history: Annotated[
+        int, typer.Option(min=0, help="Newest items sent per user; 0: the id only.")
+    ] = 50
+    candidates: Annotated[int, typer.Option(min=1, help="Per user, for rank.")] = 100
+    items: Annotated[
+        Path | None, typer.Option(help="Parquet of all items; default: ask the server.")
+    ] = None
+    exact: Annotated[
+        int, typer.Option(min=0, help="Slates per arm compared with the exact slate.")
+    ] = 100
+    header: Annotated[list[str] | None, typer.Option(help="'Name: value'; repeat for more.")] = None
+    seed: Annotated[str, typer.Option(help="Of arrivals, order and arms.")] = "0"
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Of text.")] = True
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate/--no-calibrate", help="Measure the load generator first.")
+    ] = True
+    report: Annotated[Path | None, typer.Option(help="HTML file to write.")] = None
+    records: Annotated[Path | None, typer.Option(help="Parquet of all requests.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+
+
+@dataclass(frozen=True)
+class ComparisonFlags(LoadFlags):
+    """Flags of `ab`, which needs more time by default."""
+
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds of load.")] = 60.0
+
+
+@with_flags
 def bench(
     url: UrlArgument,
-    data: DataFlag,
-    target: TargetFlag = "auto",
-    fields: FieldsFlag = "{}",
-    arrivals: ArrivalsFlag = "poisson",
-    rate: RateFlag = None,
-    trace: TraceFlag = None,
-    duration: DurationFlag = 30.0,
-    warmup: WarmupFlag = 2.0,
-    workers: WorkersFlag = 1,
-    max_in_flight: InFlightFlag = 1024,
-    timeout: TimeoutFlag = 60.0,
-    history: HistoryFlag = 50,
-    candidates: CandidatesFlag = 100,
-    items: ItemsFlag = None,
-    exact: ExactFlag = 100,
-    header: HeaderFlag = None,
-    seed: SeedFlag = "0",
-    stream: StreamFlag = True,
-    calibrate: CalibrateFlag = True,
-    report: ReportFlag = None,
-    records: RecordsFlag = None,
+    load: LoadFlags,
     against: Annotated[
         Path | None, typer.Option(help="Requests of an earlier run (--records) to compare with.")
     ] = None,
-    as_json: JsonFlag = False,
 ) -> None:
     """Drive load on a running server and report latencies, tokens and slates."""
     from recserve.load.comparison import Criteria
@@ -97,9 +85,9 @@ def bench(
     from recserve.load.report import make_document
     from recserve.load.session import compare_with_saved, read_records, run_session
 
-    workload = make_workload(locals())
+    workload = make_workload(load)
     arms = [Arm(name="server", url=url.rstrip("/"))]
-    design = Design(seed=seed)
+    design = Design(seed=load.seed)
     if against is not None:
         read_records(against)  # a wrong file is reported before the run
     session = run(lambda tell: run_session(workload, arms, design, tell))
@@ -107,14 +95,15 @@ def bench(
     if against is not None:
         comparisons.append(compare_with_saved(session, against, Criteria(k=workload.k)))
     result = make_document(session, workload, design, sys.argv[1:], comparisons)
-    if records:
-        write_records(records, session.columns, ["server"])
-    write(result, report, as_json)
+    if load.records:
+        write_records(load.records, session.columns, ["server"])
+    write(result, load.report, load.as_json)
 
 
+@with_flags
 def ab(
     url: UrlArgument,
-    data: DataFlag,
+    load: ComparisonFlags,
     arm: Annotated[
         list[str],
         typer.Option(help="NAME=JSON of request fields, or NAME=URL; the first is the control."),
@@ -147,27 +136,6 @@ def ab(
     ] = None,
     ndcg_margin: Annotated[float, typer.Option(min=0, help="Accepted loss of NDCG.")] = 0.005,
     error_margin: Annotated[float, typer.Option(min=0, help="Accepted rise of errors.")] = 0.005,
-    target: TargetFlag = "auto",
-    fields: FieldsFlag = "{}",
-    arrivals: ArrivalsFlag = "poisson",
-    rate: RateFlag = None,
-    trace: TraceFlag = None,
-    duration: DurationFlag = 60.0,
-    warmup: WarmupFlag = 2.0,
-    workers: WorkersFlag = 1,
-    max_in_flight: InFlightFlag = 1024,
-    timeout: TimeoutFlag = 60.0,
-    history: HistoryFlag = 50,
-    candidates: CandidatesFlag = 100,
-    items: ItemsFlag = None,
-    exact: ExactFlag = 100,
-    header: HeaderFlag = None,
-    seed: SeedFlag = "0",
-    stream: StreamFlag = True,
-    calibrate: CalibrateFlag = True,
-    report: ReportFlag = None,
-    records: RecordsFlag = None,
-    as_json: JsonFlag = False,
 ) -> None:
     """Compare configurations of a running server on one stream of requests."""
     from recserve.load.comparison import Criteria
@@ -176,13 +144,13 @@ def ab(
     from recserve.load.report import make_document
     from recserve.load.session import compare_session, run_session
 
-    workload = make_workload(locals())
+    workload = make_workload(load)
     arms = [parse_arm(one, url.rstrip("/")) for one in arm]
     if len(arms) < 2:
         raise typer.BadParameter("expected at least two arms", param_hint="--arm")
     if stop_early and workload.arrivals == "closed":
         raise typer.BadParameter("a closed loop has no planned number of requests")
-    design = Design(mode=mode, seed=seed)
+    design = Design(mode=mode, seed=load.seed)
     criteria = Criteria(
         metric=metric,
         statistic=statistic,
@@ -196,13 +164,13 @@ def ab(
     session = run(lambda tell: run_session(workload, arms, design, tell, early))
     comparisons, ratio = compare_session(session, design, criteria)
     result = make_document(session, workload, design, sys.argv[1:], comparisons, ratio)
-    if records:
-        write_records(records, session.columns, [one.name for one in arms])
-    write(result, report, as_json)
+    if load.records:
+        write_records(load.records, session.columns, [one.name for one in arms])
+    write(result, load.report, load.as_json)
 
 
-def make_workload(flags: dict[str, Any]) -> Workload:
-    """Returns the workload of a command's flags, by their names.
+def make_workload(flags: LoadFlags) -> Workload:
+    """Returns the workload that flags describe.
 
     Raises:
         BadParameter: If a flag does not fit the others.
@@ -212,36 +180,36 @@ def make_workload(flags: dict[str, Any]) -> Workload:
     from recserve.load.session import Workload
     from recserve.load.targets import find_target
 
-    name = flags["target"]
-    users = UserOptions(max_history=flags["history"])
+    name = flags.target
+    users = UserOptions(max_history=flags.history)
     if name == "auto":
-        name = "chat" if read_samples(flags["data"], users)[0].turns else "recommend"
+        name = "chat" if read_samples(flags.data, users)[0].turns else "recommend"
     if name == "rank":
-        users = UserOptions(max_history=flags["history"], num_candidates=flags["candidates"])
-    rate = flags["rate"]
-    if flags["arrivals"] == "poisson" and rate is None:
+        users = UserOptions(max_history=flags.history, num_candidates=flags.candidates)
+    rate = flags.rate
+    if flags.arrivals == "poisson" and rate is None:
         rate = 10.0
-    if flags["warmup"] >= flags["duration"]:
+    if flags.warmup >= flags.duration:
         raise typer.BadParameter("the warm-up is as long as the run", param_hint="--warmup")
     return Workload(
-        target=find_target(name, flags["stream"]),
-        data=flags["data"],
+        target=find_target(name, flags.stream),
+        data=flags.data,
         users=users,
-        fields=json_value(flags["fields"], "--fields"),
-        arrivals=flags["arrivals"],
+        fields=json_value(flags.fields, "--fields"),
+        arrivals=flags.arrivals,
         rate=rate,
-        duration_s=flags["duration"],
-        trace=flags["trace"],
-        workers=flags["workers"],
-        warmup_s=flags["warmup"],
+        duration_s=flags.duration,
+        trace=flags.trace,
+        workers=flags.workers,
+        warmup_s=flags.warmup,
         load=LoadOptions(
-            max_in_flight=flags["max_in_flight"],
-            timeout_s=flags["timeout"],
-            headers=headers(flags["header"]),
+            max_in_flight=flags.max_in_flight,
+            timeout_s=flags.timeout,
+            headers=headers(flags.header),
         ),
-        items=flags["items"],
-        exact_sample=flags["exact"],
-        calibrate=flags["calibrate"],
+        items=flags.items,
+        exact_sample=flags.exact,
+        calibrate=flags.calibrate,
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from recserve.cli.flags import BundleFlag, Device, DeviceFlag
+from recserve.cli.flags import BundleFlag, DeviceFlag, with_flags
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from recserve.models.language_model import LanguageModel
     from recserve.training.options import TrainOptions, TrainReport
 
-EpochsFlag = Annotated[
-    int | None, typer.Option("--epochs", min=1, help="Passes over the data; default: the recipe's.")
-]
-MinutesFlag = Annotated[
-    float | None,
-    typer.Option(
-        "--max-minutes", help="Time limit of the command; with --resume, earlier runs do not count."
-    ),
-]
-SeedFlag = Annotated[
-    int, typer.Option("--seed", min=0, help="Seed of weights, order and sampling.")
-]
-ResumeFlag = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
 FromFlag = Annotated[
     Path | None,
     typer.Option("--from", help="Older bundle whose head to start from, if its loss is lower."),
@@ -46,22 +33,43 @@ DrafterTextFlag = Annotated[
 ]
 OutFlag = Annotated[Path, typer.Option("--out", help="Folder of the new model.")]
 
+
+@dataclass(frozen=True)
+class TrainingFlags:
+    """Flags of every training."""
+
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Passes over the data; default: the recipe's.")
+    ] = None
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(help="Time limit of the command; with --resume, earlier runs do not count."),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order and sampling.")] = 0
+    device: DeviceFlag = "auto"
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False
+
+    def options(self) -> TrainOptions:
+        """Returns the options of a training that starts now."""
+        from recserve.training.options import TrainOptions
+
+        return TrainOptions(**vars(self)).start()
+
+
 app = typer.Typer(
     help="Train a model and save its best checkpoint on validation data.", no_args_is_help=True
 )
 
 
 @app.command()
+@with_flags
 def recommender(
     bundle: BundleFlag,
     input: Annotated[
         Literal["items", "codes"], typer.Option(help="One position per item, or its codes.")
     ] = "items",
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    *,
+    training: TrainingFlags,
     half_life_days: Annotated[
         float | None,
         typer.Option(help="Age in days at which an event counts half; default: none."),
@@ -71,19 +79,16 @@ def recommender(
     from recserve.bundle.bundle import Bundle
     from recserve.training.recommender.recommender import train_recommender
 
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     options = replace(options, input=input, half_life_days=half_life_days)
     _print(train_recommender(Bundle.open(bundle), options))
 
 
 @app.command()
+@with_flags
 def ranker(
     bundle: BundleFlag,
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    training: TrainingFlags,
     slate_log: Annotated[
         Path | None,
         typer.Option(
@@ -121,7 +126,7 @@ def ranker(
     from recserve.bundle.bundle import Bundle
     from recserve.training.ranker.ranker import RankerRecipe, train_ranker
 
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     recipe = RankerRecipe(popularity_bias=popularity_bias)
     if negatives is not None:
         recipe = replace(recipe, negatives=negatives)
@@ -135,6 +140,7 @@ def ranker(
 
 
 @app.command()
+@with_flags
 def drafter(
     bundle: Annotated[
         Path | None, typer.Option("--bundle", help="Bundle whose recommender the head drafts for.")
@@ -161,17 +167,14 @@ def drafter(
         Literal["speculative", "nezha"], typer.Option(help="The strategy that it is trained for.")
     ] = "speculative",
     start_from: FromFlag = None,
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    *,
+    training: TrainingFlags,
 ) -> None:
     """Train a draft head for item search, or a drafter for a language model."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.item_drafters.draft_head import train_drafter
 
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     if kind != "items":
         if not text or llm is None or out is None:
             raise typer.BadParameter(f"--kind {kind} needs --text, --llm and --out")
@@ -185,20 +188,18 @@ def drafter(
 
 
 @app.command()
+@with_flags
 def retriever(
     bundle: BundleFlag,
     start_from: FromFlag = None,
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    *,
+    training: TrainingFlags,
 ) -> None:
     """Train the dense retriever on the states of the frozen recommender."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.recommender.retriever import train_retriever
 
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     _print(train_retriever(Bundle.open(bundle), replace(options, start_from=start_from)))
 
 
@@ -212,56 +213,49 @@ def similar(bundle: BundleFlag) -> None:
 
 
 @app.command()
+@with_flags
 def sasrec(
     bundle: BundleFlag,
     ids_only: Annotated[
         bool, typer.Option("--ids-only", help="Train the published model, without item vectors.")
     ] = False,
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    *,
+    training: TrainingFlags,
 ) -> None:
     """Train SASRec, the baseline of `recserve evaluate`."""
     from recserve.bundle.bundle import Bundle
     from recserve.training.recommender.sasrec import PLAIN, VECTORS, train_sasrec
 
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     _print(train_sasrec(Bundle.open(bundle), options, PLAIN if ids_only else VECTORS))
 
 
 @app.command()
+@with_flags
 def lm(
     text: TextFlag,
     out: OutFlag,
     llm: Annotated[
         Path | None, typer.Option(help="Folder of a model to draft for, whose tokenizer it uses.")
     ] = None,
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    *,
+    training: TrainingFlags,
 ) -> None:
     """Train a language model from text, alone or as a draft model."""
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     _print(train_language_model_from(text, out, llm, options))
 
 
 @app.command()
+@with_flags
 def medusa(
     text: DrafterTextFlag,
     out: OutFlag,
     llm: Annotated[Path, typer.Option(help="Folder of the model whose states the heads read.")],
-    epochs: EpochsFlag = None,
-    max_minutes: MinutesFlag = None,
-    seed: SeedFlag = 0,
-    device: DeviceFlag = "auto",
-    resume: ResumeFlag = False,
+    training: TrainingFlags,
 ) -> None:
     """Train Medusa heads, which draft for a language model."""
-    options = _options(epochs, max_minutes, seed, device, resume)
+    options = training.options()
     _print(train_text_drafter("medusa", text, out, llm, options))
 
 
@@ -371,16 +365,6 @@ def _folder(llm: Path) -> Path:
     if not llm.is_dir():
         raise typer.BadParameter(f"--llm: there is no folder {llm}")
     return llm
-
-
-def _options(
-    epochs: int | None, max_minutes: float | None, seed: int, device: Device, resume: bool
-) -> TrainOptions:
-    from recserve.training.options import TrainOptions
-
-    return TrainOptions(
-        epochs=epochs, max_minutes=max_minutes, seed=seed, device=device, resume=resume
-    ).start()
 
 
 def _print(report: TrainReport) -> None:
