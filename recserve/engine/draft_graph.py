@@ -2,11 +2,12 @@
 
 A drafter that offers a function of fixed shapes (`Drafter.capturable`) is captured for some numbers
 of texts, once for each of its forms: for texts that draw and for texts that do not. The function
-reads the states of the last step's accepted path and drafts all levels. Its inputs lie in buffers
-at fixed addresses. One upload writes all of them but the states, which one gather for each layer
-takes from the step. The drafts stay on the device, in a row for each text, where a captured step
-reads them (`CapturedDrafts`). The host knows their numbers of nodes, and bounds of their depths,
-from the budgets, so it reads nothing.
+reads the states of the last step's accepted path and drafts all levels of the form. A replay takes
+the shallowest form that holds the drafts of its texts. Its inputs lie in buffers at fixed
+addresses. One upload writes all of them but the states, which one gather for each layer takes from
+the step. The drafts stay on the device, in a row for each text, where a captured step reads them
+(`CapturedDrafts`). The host knows their numbers of nodes, and bounds of their depths, from the
+budgets, so it reads nothing.
 
 Fillers have row 0 of the slot table, which no text has. A row of states that a text has not filled
 writes to the spare slot.
@@ -60,10 +61,10 @@ class DraftLimits(CaptureLimits):
     """Which drafts are captured.
 
     Attributes:
-        texts: Numbers of texts, ascending.
+        texts: Numbers of texts, ascending. More texts than the last are drafted in several replays.
     """
 
-    texts: tuple[int, ...] = (1, 8, 64)
+    texts: tuple[int, ...] = (1, 8, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,45 @@ class DraftBucket:
         form: What it computes.
         texts: Most texts.
         greedy: Whether no text draws.
+        bytes: Memory of the tensors that grow with the vocabulary.
     """
 
     drafter: str
     form: DraftForm
     texts: int
     greedy: bool
+    bytes: int
 
     @property
     def name(self) -> str:
-        """For example `eagle tree 8`, the most texts, and `eagle tree 8+` for texts that draw."""
-        return f"{self.drafter} {self.form.name} {self.texts}{'' if self.greedy else '+'}"
+        """`eagle tree 6x8` for levels and texts, `eagle tree 6x8+` for texts that draw, and
+        `eagle read 8` for states alone.
+        """
+        levels = f"{self.form.depth}x" if self.form.depth else ""
+        return f"{self.drafter} {self.form.name} {levels}{self.texts}{'' if self.greedy else '+'}"
+
+
+def draft_buckets(
+    drafters: Mapping[str, CapturableDrafter], limits: DraftLimits
+) -> list[DraftBucket]:
+    """Returns the drafts of all drafters in the order of capture.
+
+    The shallow ones come last, because a deeper graph can make their drafts.
+    """
+
+    def bucket(name: str, form: DraftForm, texts: int, greedy: bool) -> DraftBucket:
+        size = drafters[name].min_bytes(form, greedy) if form.depth else 0
+        return DraftBucket(name, form, texts, greedy, texts * size)
+
+    buckets = [
+        bucket(name, form, texts, greedy)
+        for texts in limits.texts
+        for name, drafter in drafters.items()
+        if texts <= drafter.most_texts
+        for form in (READ, *drafter.forms)
+        for greedy in ((True, False) if form.depth else (True,))
+    ]
+    return sorted(buckets, key=lambda b: (b.form.depth > 0, -b.form.depth))
 
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
@@ -260,19 +289,12 @@ class DraftGraphs(GraphSet[DraftGraph]):
                 weight, new = model.tokens.weight, own.most_new_states * max(limits.texts)
                 layers = len(drafter.hidden_layers)
                 self._states[name] = weight.new_zeros(layers, new, weight.shape[1])
-        buckets = [
-            DraftBucket(name, form, texts, greedy)
-            for texts in limits.texts
-            for name, own in self._drafters.items()
-            if texts <= own.most_texts
-            for form in (*own.forms, READ)
-            for greedy in ((True, False) if form.depth else (True,))
-        ]
-        self.use(self.capture(buckets, self._build) or [], buckets)
-        self._by_kind: dict[tuple[str, DraftForm, bool], list[DraftGraph]] = {}
+        buckets = draft_buckets(self._drafters, limits)
+        self.use(self.capture(buckets, self._build, lambda b: b.bytes) or [], buckets)
+        self._by_kind: dict[tuple[str, str, bool], list[DraftGraph]] = {}
         for graph in self.captured:
             bucket = graph.bucket
-            key = bucket.drafter, bucket.form, bucket.greedy
+            key = bucket.drafter, bucket.form.name, bucket.greedy
             self._by_kind.setdefault(key, []).append(graph)
 
     def _build(self, bucket: DraftBucket) -> DraftGraph:
@@ -296,7 +318,7 @@ class DraftGraphs(GraphSet[DraftGraph]):
             return [None] * len(texts)
         drafts: list[TextDraft | None] = [None] * len(texts)
         source: NodeStates | None = None
-        groups: dict[DraftForm, list[_PlannedText]] = {}
+        groups: dict[str, list[_PlannedText]] = {}
         drafter = self._drafters[name]
         for place, (text, budget) in enumerate(zip(texts, budgets, strict=True)):
             rows = text.waiting
@@ -314,12 +336,12 @@ class DraftGraphs(GraphSet[DraftGraph]):
             elif rows is None and plan.form is READ:
                 drafts[place] = self._empty
             else:
-                groups.setdefault(plan.form, []).append(_PlannedText(text, place, plan))
-        reads = groups.pop(READ, [])
+                groups.setdefault(plan.form.name, []).append(_PlannedText(text, place, plan))
+        reads = groups.pop(READ.name, [])
         if groups:  # states are read beside drafts
             next(iter(groups.values())).extend(reads)
         elif reads:
-            groups[READ] = reads
+            groups[READ.name] = reads
         for form, planned in groups.items():
             self._replay(name, form, planned, drafts)
         return drafts
@@ -327,25 +349,48 @@ class DraftGraphs(GraphSet[DraftGraph]):
     def _replay(
         self,
         name: str,
-        form: DraftForm,
+        form: str,
         planned: Seq[_PlannedText],
         drafts: list[TextDraft | None],
     ) -> None:
-        """Makes the drafts of one form, in as many replays as needed, and enters them."""
+        """Makes the drafts of forms with one name, in as many replays as needed, and enters them.
+
+        Args:
+            name: Name of the drafter.
+            form: Name of the forms.
+            planned: The texts.
+            drafts: Receives the drafts.
+        """
         while planned:
-            greedy = all(t.sequence.context.params.greedy for t in planned if t.plan.num_nodes)
-            graphs = self._by_kind.get((name, form, greedy), ())
-            if not graphs:
+            graph = self._choose_graph(name, form, planned)
+            if graph is None:
                 self.counts["size"] += 1
                 return
-            fitting = (graph for graph in graphs if len(planned) <= graph.bucket.texts)
-            graph = next(fitting, graphs[-1])
             some, planned = planned[: graph.bucket.texts], planned[graph.bucket.texts :]
             graph.load(some)
             graph.replay()
             self.counts["replayed"] += 1
             for text in some:
                 drafts[text.place] = self._draft_of(text)
+
+    def _choose_graph(self, name: str, form: str, planned: Seq[_PlannedText]) -> DraftGraph | None:
+        """Returns the graph that holds most of the texts, of these the smallest and shallowest.
+
+        None if no graph is as deep as the drafts.
+        """
+        greedy = all(t.sequence.context.params.greedy for t in planned if t.plan.num_nodes)
+        depth, count = max(text.plan.depth for text in planned), len(planned)
+        deep = (
+            graph
+            for graph in self._by_kind.get((name, form, greedy), ())
+            if graph.bucket.form.depth >= depth
+        )
+
+        def cost(graph: DraftGraph) -> tuple[int, int, int]:
+            texts = graph.bucket.texts
+            return max(count - texts, 0), texts, graph.bucket.form.depth
+
+        return min(deep, key=cost, default=None)
 
     def _draft_of(self, text: _PlannedText) -> TextDraft:
         plan, row, columns = text.plan, text.sequence.context.row, self._drafts.columns

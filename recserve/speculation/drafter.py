@@ -149,7 +149,8 @@ class DraftForm:
     """What a captured draft computes, regardless of the number of texts.
 
     Attributes:
-        name: Unique among the forms of a drafter with the same depth.
+        name: What it makes. Of two forms with the same name, the deeper one also makes what the
+            other makes.
         depth: Most levels below node 0. 0: it only reads states.
         forks: Whether drafts may fork.
     """
@@ -167,7 +168,7 @@ class DraftPlan:
     """What a captured draft gives one text, known before it runs.
 
     Attributes:
-        form: Function that makes it.
+        form: A form with the name of those that make it, of any depth.
         num_nodes: Number of nodes.
         depth: Most levels.
     """
@@ -226,7 +227,9 @@ class CapturableDrafter(Protocol):
 
     @property
     def forms(self) -> Seq[DraftForm]:
-        """Forms worth capturing, besides READ."""
+        """Forms worth capturing, besides READ: several depths of a name if fewer levels cost
+        less.
+        """
         ...
 
     @property
@@ -237,6 +240,15 @@ class CapturableDrafter(Protocol):
     @property
     def most_texts(self) -> int:
         """Most texts of a captured draft."""
+        ...
+
+    def min_bytes(self, form: DraftForm, greedy: bool) -> int:
+        """Returns the memory of the logits that `draft` holds at once for each text.
+
+        Args:
+            form: Any of `forms`.
+            greedy: As in `DraftInputs`.
+        """
         ...
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:

@@ -43,7 +43,7 @@ from recserve.drafters.shared.new_states import (
     last_rows,
     new_rows,
 )
-from recserve.drafters.shared.noisy import LEAST_SCALE, DraftedTexts, noisy_logits
+from recserve.drafters.shared.noisy import LEAST_SCALE, DraftedTexts, noisy_logits, ranking_bytes
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chains
@@ -221,6 +221,14 @@ class BlockDrafter(StateDrafter):
     def most_new_states(self) -> int:
         """A step accepts at most a node of each slot, and node 0."""
         return self.network.config.num_slots + 1
+
+    def min_bytes(self, form: DraftForm, greedy: bool) -> int:
+        """Returns the memory of the logits of all slots. A Markov head ranks them one by one."""
+        config = self.network.config
+        slots, words = config.num_slots, config.draft_vocab_size
+        if config.markov is None:
+            return ranking_bytes(slots, words, greedy)
+        return 4 * (slots + 1) * words + ranking_bytes(1, words, greedy)
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain."""

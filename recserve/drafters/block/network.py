@@ -292,7 +292,7 @@ class Block(nn.Module):
         else:
             said = target.logits(outputs.to(target.tokens.weight.dtype)).float()
             said = said if self.token_map is None else said[..., self.token_map]
-        said = said * config.output_scale
+        said = said.mul_(config.output_scale)  # in place: the table may be hundreds of megabytes
         if config.softcap:
             said = torch.tanh(said / config.softcap) * config.softcap
         return said

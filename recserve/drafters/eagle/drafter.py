@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -36,11 +36,12 @@ from recserve.drafters.shared.new_states import (
     MAX_TEXTS,
     LastValues,
     StateDrafter,
+    capture_depths,
     entries_within,
     last_rows,
     new_rows,
 )
-from recserve.drafters.shared.noisy import DraftedTexts, likeliest
+from recserve.drafters.shared.noisy import DraftedTexts, likeliest, ranking_bytes
 from recserve.drafters.shared.rank_tree import RankTree, rank_tree
 from recserve.drafters.shared.score_tree import MAX_KEY, ScoreTree, tree_sizes
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
@@ -212,13 +213,22 @@ class EagleDrafter(StateDrafter):
         """The drafter itself."""
         return self
 
-    @property
+    @cached_property
+    def _in_one_pass(self) -> bool:
+        """Whether one pass computes all levels, as P-EAGLE's."""
+        return self.network.mask_row(self.target) is not None
+
+    @cached_property
     def forms(self) -> Seq[DraftForm]:
-        """Trees and chains of all levels."""
-        return (
-            DraftForm("tree", self.depth, forks=self.width > 1),
-            DraftForm("chain", self.depth),
-        )
+        """Trees and chains of all levels, and of fewer unless one pass computes all levels."""
+        depths = [self.depth] if self._in_one_pass else capture_depths(self.depth)
+        kinds = ("tree", self.width > 1), ("chain", False)
+        return tuple(DraftForm(name, depth, forks) for depth in depths for name, forks in kinds)
+
+    def min_bytes(self, form: DraftForm, greedy: bool) -> int:
+        """Returns the memory of the logits of a level."""
+        rows = self.width if form.forks and form.depth > 1 and not self._in_one_pass else 1
+        return ranking_bytes(rows, self.network.config.draft_vocab_size, greedy)
 
     @property
     def most_new_states(self) -> int:
@@ -230,7 +240,7 @@ class EagleDrafter(StateDrafter):
         if self._shape(context) is not None:
             return None
         most = allowed(context, budget, self.num_nodes)
-        depth, tree, chain_ = min(most.depth, self.depth), *self.forms
+        depth, (tree, chain_) = min(most.depth, self.depth), self.forms[:2]
         form, width = (chain_, 1) if only_chains(context) else (tree, self.width)
         count = min(most.num_nodes, tree_sizes(width, depth)[depth])
         return DraftPlan(form, count, min(depth, count)) if count else DraftPlan(READ, 0, 0)

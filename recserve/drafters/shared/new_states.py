@@ -50,6 +50,14 @@ class StateDrafter(Drafter):
         return known
 
 
+def capture_depths(depth: int) -> list[int]:
+    """Returns the depths of level-by-level drafts that are captured, the deepest first.
+
+    Powers of two below the deepest compute less than twice the levels that a draft needs.
+    """
+    return [depth, *(2**power for power in reversed(range((depth - 1).bit_length())))]
+
+
 def entries_within(inputs: DraftInputs, stops: Tensor) -> Prefixes:
     """Returns where the entries of rows 0 to `stops` [B] lie, as `entries_before`."""
     width = inputs.table.shape[1]

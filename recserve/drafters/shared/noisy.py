@@ -28,6 +28,14 @@ LEAST_SCALE = 0.5
 NUM_NOISY_TOKENS = 128  # only this many likeliest tokens get noise; others are hardly ever drawn
 
 
+def ranking_bytes(rows: int, words: int, greedy: bool) -> int:
+    """Returns the memory of logits [rows, words] in float32 while their columns are ranked.
+
+    If no text draws, there are two more tables: all values, and their exponentials or logarithms.
+    """
+    return 4 * rows * words * (3 if greedy else 1)
+
+
 def best_with_noise(
     logits: Tensor,
     scale: Tensor,

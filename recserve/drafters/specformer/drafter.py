@@ -37,7 +37,7 @@ from recserve.drafters.shared.new_states import (
     last_rows,
     new_rows,
 )
-from recserve.drafters.shared.noisy import DraftedTexts, RankedColumns, likeliest
+from recserve.drafters.shared.noisy import DraftedTexts, RankedColumns, likeliest, ranking_bytes
 from recserve.drafters.shared.rank_tree import RankTree, expansion_tree, rank_tree
 from recserve.drafters.specformer.files import load_specformer
 from recserve.drafters.specformer.network import Specformer
@@ -194,6 +194,10 @@ class SpecformerDrafter(StateDrafter):
     def most_new_states(self) -> int:
         """A step accepts at most a node of each slot, and node 0."""
         return self.network.config.num_slots + 1
+
+    def min_bytes(self, form: DraftForm, greedy: bool) -> int:
+        """Returns the memory of the logits of all slots."""
+        return ranking_bytes(form.depth, self.target.config.vocab_size, greedy)
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain. A request's static tree is launched."""

@@ -1,4 +1,6 @@
-"""Memory of a recorded text step that grows with the vocabulary, counted operator by operator."""
+"""Memory of captured steps and drafts that grows with the vocabulary, counted operator by
+operator.
+"""
 
 import pytest
 import torch
@@ -8,11 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 from recserve.drafters.none import NoDrafter
 from recserve.engine.capture import EagerRecorder
+from recserve.engine.draft_graph import DraftGraphs, DraftLimits
 from recserve.engine.text_step_graph import TABLES, StepShape, TextStepGraphs, TextStepLimits
+from recserve.engine.text_trees import CapturedDrafts
 from recserve.kernels.acceptance import acceptance
 from recserve.kernels.cache import moves
 from tests.support import triton_interpreter  # noqa: F401
-from tests.support.text_engines import engine_for
+from tests.support.block_drafter import block
+from tests.support.mtp_drafter import mtp, peagle
+from tests.support.specformer_drafter import specformer
+from tests.support.text_engines import eagle, engine_for
 from tests.support.walking_model import drawn_language_model
 
 pytest.importorskip("triton")
@@ -94,3 +101,72 @@ def test_a_step_holds_so_many_tables(monkeypatch):
     assert found["plain"] == 1.0 and 1.0 < found["rejection"] < TABLES
     for name in ("+", "+ rejection", "+ mixed"):
         assert found[name] == pytest.approx(TABLES, abs=0.5), name
+
+
+DRAFTERS = {
+    "eagle3": lambda model: eagle(model, fused=True),
+    "mtp": mtp,
+    "peagle": peagle,
+    "dflash": lambda model: block(model, "dflash"),
+    "dflash2": lambda model: block(model, "dflash2"),
+    "dspark-rnn": lambda model: block(model, "dspark-rnn"),
+    "specformer": specformer,
+}
+
+
+def capture_drafts(model, drafter, limits, recorder):
+    """Returns the captured drafts of one drafter."""
+    kv = engine_for(model, drafters={drafter.name: drafter}).schedulers["text"].kv
+    place = CapturedDrafts.allocate(len(kv.slots), 64, kv.slots.device)
+    return DraftGraphs(kv, model, {drafter.name: drafter}, place, limits, recorder)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@torch.inference_mode()
+def test_a_draft_that_cannot_fit_is_not_tried(kind):
+    """Smaller drafts are captured, though some come after it."""
+    model = drawn_language_model(64, 1, 500, torch.float32)
+    drafter, tried = DRAFTERS[kind](model), []
+    deepest, chain = drafter.forms[:2]
+    most = 32 * drafter.min_bytes(deepest, greedy=True) - 1
+    limits = DraftLimits((1, 8, 32), seconds=float("inf"), bytes=most)
+
+    class Noted(EagerRecorder):
+        def __call__(self, step):
+            tried.append(step.bucket.name)
+            return step
+
+    graphs = capture_drafts(model, drafter, limits, Noted())
+    assert tried == [graph.bucket.name for graph in graphs.captured]
+    name, size = drafter.name, f"{deepest.depth}x32"
+    large = drafter.min_bytes(chain, greedy=True) * 32 > most
+    assert f"{name} tree {size}" in graphs.missing
+    assert (f"{name} chain {size}" in graphs.missing) == large
+    assert {f"{name} tree {size}+", f"{name} tree {deepest.depth}x8"} <= set(tried)
+    assert f"{name} read 32" in tried
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DRAFTERS)
+@torch.inference_mode()
+def test_a_draft_holds_so_many_tables(kind):
+    """Those inside an operator are not seen: `logsumexp` of a block drafter holds one."""
+    tables, model = {}, drawn_language_model(64, 1, 2003, torch.float32)
+    drafter = DRAFTERS[kind](model)
+    config = model.config if kind == "specformer" else drafter.network.config
+    vocabulary = getattr(config, "draft_vocab_size", 2003)  # numbers that no other axis has
+
+    class Measured(EagerRecorder):
+        def __call__(self, step):
+            with Peak(vocabulary) as peak:
+                step()
+            tables[step.bucket] = peak.bytes
+            return step
+
+    limits = DraftLimits((4,), seconds=float("inf"))
+    graphs = capture_drafts(model, drafter, limits, Measured())
+    assert not graphs.missing
+    for bucket, size in tables.items():
+        rows = {"dflash": bucket.form.depth, "dflash2": bucket.form.depth, "dspark-rnn": 1}
+        unseen = rows.get(kind, 0) if bucket.greedy and bucket.form.depth else 0
+        assert size + 4 * 4 * vocabulary * unseen == bucket.bytes, bucket.name

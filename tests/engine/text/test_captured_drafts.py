@@ -4,7 +4,9 @@ Captured and launched drafts are the same tokens and parents, so the texts are t
 drafter's pages hold the same entries.
 """
 
+from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +14,12 @@ import torch
 
 from recserve.drafters.shared.feature_network import LayerView
 from recserve.engine.capture import EagerRecorder
-from recserve.engine.draft_graph import DraftGraphs, DraftLimits
+from recserve.engine.draft_graph import DraftBucket, DraftGraph, DraftGraphs, DraftLimits
 from recserve.engine.text_scheduler import TextScheduler
 from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
 from recserve.engine.text_trees import CapturedDrafts
 from recserve.speculation.completion import TextQuery
+from recserve.speculation.drafter import READ, DraftPlan
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.block_drafter import block
 from tests.support.grids import chosen
@@ -120,6 +123,21 @@ def note_drafts(engine):
     return found
 
 
+def draw_depths(engine, seed, deepest):
+    """Limits each draft to a depth that depends on the seed, the text and its length."""
+    proposer = engine.schedulers["text"]._proposer
+    drafts_of = proposer._drafts_of
+
+    def limited(drafter, texts, budgets):
+        depths = [
+            hash((seed, text.context.id, len(text.context.tokens))) % deepest + 1 for text in texts
+        ]
+        own = zip(budgets, depths, strict=True)
+        return drafts_of(drafter, texts, [replace(b, depth=min(b.depth, d)) for b, d in own])
+
+    proposer._drafts_of = limited
+
+
 def drawn_requests(name, rng, count):
     """Returns requests with drawn lengths, temperatures, numbers of nodes, rules and trees."""
     requests = []
@@ -143,18 +161,20 @@ def drawn_requests(name, rng, count):
 @pytest.mark.parametrize("kind", MAKERS)
 @torch.inference_mode()
 def test_captured_and_launched_drafts_are_equal(kind, seed):
-    """Eight texts in few pages: they join, end and are preempted at any time.
+    """Eight texts in few pages: they join, end and are preempted at any time. The depth of each
+    draft is drawn.
 
     The order of the steps may depend on the time, and with it which drafts are made. Several MTP
     modules forget the row before a preemption, so these texts have all pages that they need.
     """
     model, rng, results = shared_model(), np.random.default_rng(seed), []
-    sizes = SIZES | {"width": int(rng.integers(2, 5)), "depth": int(rng.integers(2, 6))}
-    requests = drawn_requests(MAKERS[kind](model).name, rng, 8)
+    sizes = SIZES | {"width": int(rng.integers(2, 5)), "depth": int(rng.integers(3, 6))}
+    requests, most_texts = drawn_requests(MAKERS[kind](model).name, rng, 8), rng.permutation(6) + 2
     counted, pages = Counted(), 400 if kind == "mtp-2" else 26
     for recorder in (None, counted):
         drafter = MAKERS[kind](model, seed=5, **sizes)
-        engine = engine_with(model, drafter, recorder, pages)
+        engine = engine_with(model, drafter, recorder, pages, sorted(most_texts[:2].tolist()))
+        draw_depths(engine, seed, sizes["depth"])
         drafts, scheduler = note_drafts(engine), engine.schedulers["text"]
         futures, most = [engine.submit(request) for request in requests], 0
         while engine.step():
@@ -174,6 +194,64 @@ def test_captured_and_launched_drafts_are_equal(kind, seed):
         torch.testing.assert_close(captured[key][1], launched[key][1], rtol=1e-3, atol=1e-3)
     counts = engine.stats().graph_drafts
     assert counts["replayed"] == counted.replays > 20
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "peagle", "dflash", "specformer"])
+@torch.inference_mode()
+def test_a_replay_is_as_deep_as_its_texts_need(kind, seed):
+    """Of the forms of its name the shallowest, for the most texts that a graph holds."""
+    model, rng = shared_model(), np.random.default_rng(seed)
+    drafter = MAKERS[kind](model, seed=5, **SIZES | {"depth": int(rng.integers(2, 10))})
+    texts = sorted(rng.permutation(8)[:3].tolist())
+    engine = engine_with(model, drafter, EagerRecorder(), pages=300, texts=[t + 1 for t in texts])
+    draw_depths(engine, seed, 9)
+    plans = list[tuple[DraftBucket, list[DraftPlan]]]()
+    forms = {(form.name, form.depth) for form in drafter.forms}
+    assert len(forms) == len(drafter.forms) and (len(forms) > 2) == (kind in ("eagle3", "mtp"))
+    load = DraftGraph.load
+
+    def loaded(graph, planned):
+        plans.append((graph.bucket, [text.plan for text in planned]))
+        return load(graph, planned)
+
+    with mock.patch.object(DraftGraph, "load", loaded):
+        engine.run_many(drawn_requests(drafter.name, rng, 8))
+    assert len(plans) == engine.stats().graph_drafts["replayed"] > 10
+    for bucket, own in plans:
+        depths = [form.depth for form in (READ, *drafter.forms) if form.name == bucket.form.name]
+        assert bucket.form.depth == min(d for d in depths if d >= max(p.depth for p in own))
+        assert bucket.texts == min([t + 1 for t in texts if t + 1 >= len(own)])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@torch.inference_mode()
+def test_fewer_levels_compute_fewer_rows(kind):
+    """Rows of the network and of its logits, for eight texts with trees of eight nodes a level."""
+    model, rows = shared_model(), Counter()
+    drafter = MAKERS[kind](model, seed=5, width=8, depth=6, num_nodes=40)
+    engine = engine_with(model, drafter, EagerRecorder(), pages=300, texts=(8,))
+    network, read, run = drafter.network, drafter._read_new, drafter._run
+    logits = network.logits
+
+    def count(name, function, size):
+        def counted(*args):
+            rows[name] += size(args[0])
+            return function(*args)
+
+        return counted
+
+    drafter._read_new = count("network", read, lambda inputs: inputs.new_tokens.numel())
+    drafter._run = count("network", run, len)
+    network.logits = count("logits", logits, lambda outputs: outputs[..., 0].numel())
+    counts = {}
+    for graph in engine.schedulers["text"].drafts.captured:
+        if graph.bucket.form.name == "tree" and graph.bucket.greedy:
+            rows.clear()
+            graph()
+            counts[graph.bucket.form.depth] = rows["network"], rows["logits"]
+    new = 8 * drafter.most_new_states
+    assert counts == {d: (new + 64 * (d - 1), 8 + 64 * (d - 1)) for d in (1, 2, 4, 6)}
 
 
 @pytest.mark.parametrize("kind", chosen(list(MAKERS), "eagle3", "dspark-rnn", "specformer"))
