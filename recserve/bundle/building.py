@@ -279,7 +279,9 @@ def build_bundle(options: BuildOptions, log: Callable[[str], None] = print) -> B
         encoder, vectors = _vectors(options, items, bad_items, train)
     for line in () if encoder is None else _unknown_lines(bad_items.file, items, encoder):
         log(line)
-    bundle, index, codes_report, lost = _write(options, items, events, encoder, vectors, log, kept)
+    bundle, index, codes_report, lost = _write(
+        options, items, events, train, encoder, vectors, log, kept
+    )
     report = BuildReport(
         out,
         bundle.manifest.catalog_version,
@@ -332,18 +334,19 @@ def rebuild_bundle(
     options = replace(options, **{name: recorded[name] for name in known})
     catalog = bundle.catalog()
     vectors, size = catalog.vectors, options.collaborative_dim
+    train = _positive_events(options, events).leave_one_out().train
     if size:
-        train = _positive_events(options, events).leave_one_out().train
         new = collaborative_vectors(train, len(catalog), size, options.seed)
         content = unit(vectors[:, : vectors.shape[1] - size])
         vectors = join_vectors(content, new, options.collaborative_weight)
-    return _write(options, catalog.items, events, bundle.text_encoder(), vectors, log)[0]
+    return _write(options, catalog.items, events, train, bundle.text_encoder(), vectors, log)[0]
 
 
 def _write(
     options: BuildOptions,
     items: ItemTable,
     events: EventLog,
+    train: EventLog,
     encoder: TextEncoder | None,
     vectors: np.ndarray,
     log: Callable[[str], None],
@@ -355,7 +358,7 @@ def _write(
         The bundle, its semantic ids, the report on them, and the share of the variance that they
         lose.
     """
-    popularity = _positive_events(options, events).leave_one_out().train.popularity(len(items))
+    popularity = train.popularity(len(items))
     sizes = options.codebook_sizes(len(items))
     gpu = _gpu(options.device)
     if kept is None:
