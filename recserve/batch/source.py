@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recserve.features.tables.column_names import rename_columns
+from recserve.features.tables.input_table import files_below
 from recserve.features.tables.parquet import SchemaError
 from recserve.features.tables.plain_columns import check_parquet
 
@@ -89,11 +90,10 @@ def is_lines(path: Path) -> bool:
 
 
 def input_paths(source: Path) -> list[Path]:
-    """Returns the input files in the order of their names.
+    """Returns the input files in the order of `files_below`.
 
     Args:
-        source: A file, or a folder of Parquet files or of JSON lines. Names that begin with `.` or
-            `_` are left out.
+        source: A file, or a folder of Parquet files or of JSON lines.
 
     Raises:
         SchemaError: If there is no file, or the folder mixes formats.
@@ -104,16 +104,14 @@ def input_paths(source: Path) -> list[Path]:
         raise SchemaError(f"{source}: no such file")
     found = [
         path
-        for path in source.rglob("*")
-        if path.suffix in (".parquet", *LINE_SUFFIXES)
-        and path.is_file()
-        and not any(part[0] in "._" for part in path.relative_to(source).parts)
+        for path in files_below(source)
+        if path.suffix in (".parquet", *LINE_SUFFIXES) and path.is_file()
     ]
     if not found:
         raise SchemaError(f"{source}: no .parquet or .jsonl files in this folder")
     if len({is_lines(path) for path in found}) > 1:
         raise SchemaError(f"{source}: the folder has .parquet and .jsonl files; expected one kind")
-    return sorted(found, key=lambda path: path.relative_to(source).as_posix())
+    return found
 
 
 class _LineId(msgspec.Struct):

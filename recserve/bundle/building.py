@@ -51,11 +51,12 @@ class BuildOptions:
     """Options of `recserve build`.
 
     Attributes:
-        items: File of items: Parquet, CSV or JSON lines.
-        events: File of events in any of these formats, a folder whose files are the parts of one,
+        items: File of items: Parquet, CSV or JSON lines; or a folder with the parts of one.
+        events: File of events in any of these formats, a folder with the parts of one,
             the folder of a server's event log, or several of them, whose events are joined.
         out: Folder of the new bundle.
-        embeddings: File of the user's own item vectors. None makes vectors from the items' text.
+        embeddings: File of the user's own item vectors, or a folder with the Parquet parts of one.
+            None makes vectors from the items' text.
         quantizer: `residual` or `product`.
         levels: Quantiser levels, without the disambiguation level. None: 4, or as many as `codes`
             names.

@@ -16,6 +16,7 @@ from recserve.cli.flags import (
     Device,
     DeviceFlag,
     ImportFlags,
+    ItemsFlag,
     ScoringFlag,
     column_names,
     json_value,
@@ -26,19 +27,18 @@ from recserve.cli.flags import (
 
 
 def build(
-    items: Annotated[
-        Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
-    ],
+    items: ItemsFlag,
     events: Annotated[
         list[Path],
         typer.Option(
-            help="As --items: user_id, item_id, timestamp/position, type, value; a folder of parts "
-            "of one kind; or that of an event log. Repeat the flag to join several."
+            help="As --items: user_id, item_id, timestamp/position, type, value; or the folder of "
+            "an event log. Repeat the flag to join several."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
     embeddings: Annotated[
-        Path | None, typer.Option(help="Item vectors, .npy or Parquet; default: from text.")
+        Path | None,
+        typer.Option(help="Item vectors: .npy, Parquet or its parts; default: from text."),
     ] = None,
     quantizer: Annotated[
         Literal["residual", "product"], typer.Option(help="How vectors become semantic ids.")
@@ -357,9 +357,7 @@ def export(
 @with_flags
 def import_checkpoint(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
-    items: Annotated[
-        Path, typer.Option(help="Parquet, CSV or JSON lines: item_id, title, categories, ...")
-    ],
+    items: ItemsFlag,
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.")],
     flags: ImportFlags,
     events: Annotated[

@@ -33,6 +33,7 @@ from recserve.bundle.bundle import Bundle
 from recserve.cli.terminal import format_count, ranking_table, slate_table, timing_line, titles
 from recserve.config import ServerConfig
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from recserve.features.tables.input_table import part_paths
 from recserve.features.tables.parquet import SchemaError
 from recserve.files import new_folder
 from recserve.schemas.items import (
@@ -312,10 +313,11 @@ def fingerprint(data: Path | None) -> str:
     if data is None:
         digest.update(repr(SYNTHETIC).encode())
     else:
-        sources += [data / "items.parquet", data / "events.parquet"]
+        for table in (data / "items.parquet", data / "events.parquet"):
+            if not table.exists():
+                raise SchemaError(f"{table}: no such file; the demo needs it")
+            sources += part_paths(table)
     for source in sources:
-        if not source.is_file():
-            raise SchemaError(f"{source}: no such file; the demo needs it")
         with source.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:12]

@@ -21,6 +21,13 @@ BundleFlag = Annotated[Path, typer.Option("--bundle", help="Folder of the bundle
 StoreFlag = Annotated[
     str | None, typer.Option("--store", help="History store: lmdb:PATH or redis://HOST:PORT/DB.")
 ]
+ItemsFlag = Annotated[
+    Path,
+    typer.Option(
+        help="Parquet, CSV or JSON lines, or a folder of parts of one kind: item_id, title, "
+        "categories, ..."
+    ),
+]
 DeviceFlag = Annotated[Device, typer.Option("--device", help="Device of the models.")]
 UserFlag = Annotated[str | None, typer.Option("--user", help="User whose history is read.")]
 HistoryFlag = Annotated[

@@ -36,7 +36,7 @@ class ImportOptions:
 
     Attributes:
         folder: Folder of the checkpoint in the Hugging Face layout.
-        items: File of items: Parquet, CSV or JSON lines.
+        items: File of items: Parquet, CSV or JSON lines; or a folder with the parts of one.
         out: Folder of the new bundle.
         format: Name of the format. None: `generic`, if `id_format` and `prompt` are given.
         ids: File with the id of each item.

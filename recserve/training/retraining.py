@@ -135,7 +135,7 @@ class RetrainConfig(StrictStruct, frozen=True, kw_only=True):
     """The file of `recserve retrain`. Paths are relative to the folder of the file.
 
     Attributes:
-        items: File of items.
+        items: File of items, or the folder of its parts.
         events: Files of events, such as the first one, or folders of parts.
         bundles_dir: The server's folder of bundles; new ones get names of `name` and a number.
         runs: Folder of the runs.

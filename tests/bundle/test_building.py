@@ -1,6 +1,7 @@
 """Building: from Parquet to a bundle, deterministic, whole or not at all."""
 
 import dataclasses
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from recserve.features.tables.items import read_items
 from recserve.features.tables.parquet import BadRowError, SchemaError
 from recserve.features.vectors import vectors
 from tests.support.grids import covering
+from tests.support.input_parts import KINDS, SEPARATOR, write_parts, write_table
 from tests.support.pretend_faiss import installed
 
 
@@ -78,20 +80,32 @@ def test_data_that_does_not_fit_gives_the_same_bundle(
     assert two.events().user_ids == one.events().user_ids
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_a_folder_of_parts_gives_the_bundle_of_one_file(
-    files: SyntheticFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+@pytest.mark.parametrize("seed", range(6))
+def test_folders_of_parts_give_the_bundle_of_one_file_each(
+    files: SyntheticFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    whole = build(files, tmp_path / "whole")
-    table, folder = pq.read_table(files.events), tmp_path / "parts"
-    folder.mkdir()
-    for n in range(4):
-        pq.write_table(table.slice(n * len(table) // 3, len(table) // 3), folder / f"{n}.parquet")
-    if large:
+    """Items, events and vectors of each kind, in parts that may be in sub-folders."""
+    draw, kinds = random.Random(seed), KINDS[seed % 3 :] + KINDS[: seed % 3]
+    items, events = pq.read_table(files.items), pq.read_table(files.events)
+    lists = np.random.default_rng(seed).normal(size=(len(items), 4)).tolist()
+    vectors_of = pa.table({"item_id": items["item_id"], "vector": lists})
+    whole: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
+    tables = {"items": (kinds[0], items), "events": (kinds[1], events)}
+    if draw.random() < 0.5:
+        tables["embeddings"] = ("parquet", vectors_of)
+    for name, (kind, table) in tables.items():
+        whole[name] = tmp_path / f"{name}.{kind}"
+        write_table(whole[name], table)
+        parts[name] = write_parts(tmp_path / name, kind, table, draw)
+    small: dict[str, Any] = {"levels": 2, "codes": 16, "text_dim": 16, "collaborative_dim": 8}
+    small |= {"split": {"categories": SEPARATOR}} if kinds[0] == "csv" else {}
+    build_bundle(BuildOptions(out=tmp_path / "one", **whole, **small), log=lambda line: None)
+    if seed % 2:
         monkeypatch.setattr(large_events, "ROWS_IN_MEMORY", -1)
         monkeypatch.setattr(large_events, "CHUNK_ROWS", 100)
-    parts = build(dataclasses.replace(files, events=folder), tmp_path / "divided")
-    one, two = (Bundle.open(report.out) for report in (whole, parts))
+    build_bundle(BuildOptions(out=tmp_path / "two", **parts, **small), log=lambda line: None)
+    one, two = (Bundle.open(tmp_path / name) for name in ("one", "two"))
     assert dict(one.manifest.files) == dict(two.manifest.files)
     assert one.manifest.build == two.manifest.build
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 from collections import Counter
 
 import numpy as np
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from recserve.batch import Defaults, SlateRecipe
 from recserve.bundle.bundle import Bundle, BundleError
 from recserve.cli.app import app
+from recserve.doctor.checkpoint_checks import examine_checkpoint
 from recserve.engine.engine_config import EngineConfig
 from recserve.evaluation.evaluation import EvaluationOptions, evaluate_bundle
 from recserve.formats import registry
@@ -33,6 +35,7 @@ from tests.support.imports import (
     prompt_of,
     quiet,
 )
+from tests.support.input_parts import write_parts
 from tests.support.live_server import live
 
 CASES = [
@@ -85,6 +88,18 @@ def test_slates_are_an_exhaustive_search_of_the_original(
             np.testing.assert_allclose(list(got.values()), ranked, rtol=1e-6, atol=1e-5)
             for item, score in got.items():
                 assert score == pytest.approx(scores[item], rel=1e-6, abs=1e-5)
+
+
+def test_a_folder_of_items_is_one_file(tmp_path):
+    """For an import, and for the doctor before it."""
+    data, draw = foreign(tmp_path, "llama"), random.Random(3)
+    found, findings = [], []
+    folder = write_parts(tmp_path / "parts", "parquet", pq.read_table(data.items), draw)
+    for name, items in (("one", data.items), ("two", folder)):
+        given = options(data, tmp_path, "generic", items=items, out=tmp_path / name)
+        findings.append(examine_checkpoint(data.folder, given, 0))
+        found.append(import_checkpoint(given, quiet).manifest.files)
+    assert dict(found[0]) == dict(found[1]) and findings[0] == findings[1]
 
 
 def test_beams_are_those_of_generate(tmp_path):

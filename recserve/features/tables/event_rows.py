@@ -330,7 +330,7 @@ class OpenedPart:
     def of(cls, path: Path, names: Mapping[str, str], joins: bool = True) -> OpenedPart:
         """Opens a file, a folder of its parts, or that of an event log. Raises SchemaError."""
         if not is_event_log(path):
-            return cls.of_source(InputTable(path, COLUMNS, names, parts=True), joins)
+            return cls.of_source(InputTable(path, COLUMNS, names), joins)
         return cls.of_log(
             read_event_files(path), lambda content: InputTable(path, COLUMNS, content=content)
         )

@@ -58,8 +58,9 @@ def read_events(
     Each user's events are sorted by time, then by position; ties stay in file order. The report
     counts the rows that are older than the previous row of their user.
 
-    A folder whose files are no event log has the parts of one file, in the order of their names:
-    all of Parquet, CSV or JSON lines, with the same columns.
+    A folder whose files are no event log has the parts of one file, in the order of their paths:
+    all of Parquet, CSV or JSON lines, with the same columns. Parts may be in sub-folders. What only
+    the name of a sub-folder says, as in `day=2026-11-01`, is no column; the report has a line.
 
     Each file is checked by itself. Of an event that several hold, the version that a server
     received last counts, and an event that was removed is left out.
@@ -88,7 +89,7 @@ def read_events(
     if len(paths) > 1 or is_event_log(paths[0]):
         parts = [EventPart.of(one, names, items, on_bad_rows, valued) for one in paths]
         return _join(parts)
-    source = InputTable(paths[0], COLUMNS, names, parts=True)
+    source = InputTable(paths[0], COLUMNS, names)
     arrays, check = checked_rows(source, items, on_bad_rows, valued)
     kept = check.finish()
     check.note(f"rows out of {arrays.clock} order, sorted", arrays.num_unordered(kept))

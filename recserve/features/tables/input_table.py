@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 
 from recserve.features.tables.column_names import list_names, rename_columns, suggest
 from recserve.features.tables.conversions import convert_text
+from recserve.features.tables.event_files import is_event_log
 from recserve.features.tables.parquet import (
     MAX_TABLE_BYTES,
     ColumnUse,
@@ -25,6 +27,7 @@ from recserve.features.tables.parquet import (
     check_rows,
     explain,
     is_text,
+    name_beside,
     parquet_errors,
     read_table_chunks,
 )
@@ -76,29 +79,48 @@ def kind_of(path: Path) -> Literal["CSV", "JSON lines", "Parquet"]:
     return "CSV" if suffix in DELIMITERS else "JSON lines" if suffix in LINE_SUFFIXES else "Parquet"
 
 
-def is_hidden(path: Path) -> bool:
-    """Whether writers of parts mean a file for themselves, such as `_SUCCESS`."""
-    return path.name.startswith(("_", "."))
+def files_below(folder: Path) -> list[Path]:
+    """Returns the files of a folder and of its sub-folders, in the order of their paths.
+
+    Names that begin with `.` or `_` are left out: writers of parts mean them for themselves, such
+    as `_SUCCESS`. A link to a folder counts as a file, so that no circle of links is followed.
+    """
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    parts = {path.relative_to(folder).as_posix(): path for path in found}
+    return [parts[name] for name in sorted(parts) if not re.search(r"(^|/)[._]", name)]
+
+
+def folder_columns(path: Path) -> list[str]:
+    """Returns the columns that names of sub-folders have, as in `day=2026-11-01/part-0.parquet`."""
+    if not path.is_dir():
+        return []
+    names = (name for file in files_below(path) for name in file.relative_to(path).parent.parts)
+    return sorted({name.partition("=")[0] for name in names if "=" in name})
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Returns a file, or the files of a folder of parts in the order of their names.
+    """Returns a file, or the files of a folder of parts and of its sub-folders, in a fixed order.
 
     Raises:
-        SchemaError: If a file is missing, too large or of another kind, or if a folder has none,
-            files of several kinds, or folders.
+        SchemaError: If a file is missing, too large or of another kind, or if a folder has none or
+            files of several kinds, or event logs in its sub-folders.
     """
     paths = [path]
     if path.is_dir():
-        paths = [one for one in sorted(path.iterdir()) if not is_hidden(one)]
+        paths = files_below(path)
         if not paths:
             raise SchemaError(
                 f"{path}: is an empty folder; expected parts of Parquet, CSV or JSON lines, or "
                 "an event log"
             )
+    for folder in dict.fromkeys(one.parent for one in paths if path not in (one, one.parent)):
+        if is_event_log(folder):
+            raise SchemaError(
+                f"{folder}: is an event log inside a folder of parts; name each event log by itself"
+            )
     for one in paths:
         if not one.is_file():
-            reason = "is a folder; expected a file" if one.is_dir() else "no such file"
+            reason = "is a link to a folder; expected a file" if one.is_dir() else "no such file"
             raise SchemaError(f"{one}: {reason}")
         suffix = one.suffix.lower()
         if suffix in FOREIGN:
@@ -107,8 +129,9 @@ def part_paths(path: Path) -> list[Path]:
             raise SchemaError(f"{one}: {one.stat().st_size} bytes; at most {MAX_TABLE_BYTES}")
         if kind_of(one) != kind_of(paths[0]):
             raise SchemaError(
-                f"{path}: has parts of several kinds: {paths[0].name} is {kind_of(paths[0])}, "
-                f"{one.name} is {kind_of(one)}; expected one kind"
+                f"{path}: has parts of several kinds: {name_beside(paths[0], one)} is "
+                f"{kind_of(paths[0])}, {name_beside(one, paths[0])} is {kind_of(one)}; expected "
+                "one kind"
             )
     return paths
 
@@ -159,8 +182,8 @@ def check_same_names(path: Path, names: list[str], first: Path, expected: list[s
         reasons = [f"lacks {list_names(missing)}"] if missing else []
         reasons += [f"has {list_names(other)}"] if other else []
         raise SchemaError(
-            f"{path}: {' and '.join(reasons)}, unlike {first.name}; expected parts with the same "
-            "columns"
+            f"{path}: {' and '.join(reasons)}, unlike {name_beside(first, path)}; expected "
+            "parts with the same columns"
         )
 
 
@@ -237,19 +260,16 @@ def content_of(path: Path, blocks: Iterable[Block], rename: Rename) -> Content:
     return _parquet_content(first.path, table, ours, places_of(tables))
 
 
-def read_input(path: Path, rename: Rename, parts: bool = False) -> Content:
-    """Reads a file of Parquet, CSV or JSON lines.
+def read_input(path: Path, rename: Rename) -> Content:
+    """Reads a file of Parquet, CSV or JSON lines, or the folder of its parts.
 
     Args:
-        path: The file.
+        path: The file or folder.
         rename: Returns our names of the columns, None for those to leave out.
-        parts: Whether the path may be a folder whose files are the parts of one.
 
     Raises:
         SchemaError: If the file is missing, unreadable, too large or empty.
     """
-    if path.is_dir() and not parts:
-        raise SchemaError(f"{path}: is a folder; expected a file")
     content = content_of(path, read_blocks(path, None), rename)
     check_rows(content.table, path)
     return content
@@ -316,16 +336,14 @@ class InputTable:
         known: Iterable[str],
         names: Mapping[str, str] | None = None,
         content: Content | None = None,
-        parts: bool = False,
     ) -> None:
-        """Reads a file.
+        """Reads a file, or the folder of its parts.
 
         Args:
-            path: Path of the file.
+            path: Path of the file or folder.
             known: Names of the columns that have a meaning.
             names: Names of columns in this file, by our name.
             content: What the file holds, if it has been read.
-            parts: Whether the path may be a folder whose files are the parts of one.
 
         Raises:
             SchemaError: If the file is unreadable or lacks a name.
@@ -339,7 +357,7 @@ class InputTable:
             return ours
 
         self.path = path
-        self._content = read_input(path, rename, parts) if content is None else content
+        self._content = read_input(path, rename) if content is None else content
         self.table = self._content.table
         self.places = self._content.places or Places(((0, path, 0),))
         self._names = {
@@ -462,6 +480,10 @@ class InputTable:
             uses.append(ColumnUse(name, str(column.type), use))
         for name in self._left_out:
             uses.append(ColumnUse(name, "left out", f"--column {name} names another column"))
+        there = {one.name for one in uses}
+        for name in folder_columns(self.path):
+            if name not in there:
+                uses.append(ColumnUse(name, "name of folders", "ignored: no file has the column"))
         return tuple(uses)
 
 

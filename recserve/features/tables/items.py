@@ -172,7 +172,7 @@ def read_items(
     split: Mapping[str, str] | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> tuple[ItemTable, BadRows]:
-    """Reads items from Parquet, CSV or JSON lines.
+    """Reads items from a file of Parquet, CSV or JSON lines, or from a folder of its parts.
 
     The columns are `item_id`, optionally `title`, `categories` (list<string>), `available_from` and
     `expires_at` (what `conversions.convert_times` reads), and any others. A null title becomes ""
@@ -184,8 +184,10 @@ def read_items(
     - A title, a list of categories or a category that is longer than an API accepts.
     - A time out of bounds, or an item that ends before it is available.
 
+    A folder has the parts of one file as in `event_table.read_events`.
+
     Args:
-        path: The file.
+        path: The file or folder.
         on_bad_rows: "error" raises if a row is rejected, "skip" drops rejected rows.
         split: Separators by name of a text column, which becomes a list of texts.
         columns: Names of columns in the file by our name, as of `--column`.
@@ -211,7 +213,7 @@ def read_items(
     )
     times = {n: source.convert(n, convert_times, use, nothing) for n, use in TIME_USE.items()}
     source.check()
-    check = RowCheck(source.path, rows, on_bad_rows, source.labels)
+    check = RowCheck(source.path, rows, on_bad_rows, source.labels, source.places)
     source.reject_unreadable(check, source.table.column_names)
     _reject_ids(check, ids)
     _reject_texts(check, titles, categories)

@@ -157,7 +157,7 @@ def check_columns_of(path: Path, names: Mapping[str, str]) -> None:
     except UNREADABLE:
         pass
     find_refusal(path, names)
-    EventRows.of(InputTable(path, COLUMNS, names, parts=True), NOTHING)
+    EventRows.of(InputTable(path, COLUMNS, names), NOTHING)
 
 
 def find_refusal(path: Path, names: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ A wrong schema is always an error. An invalid row is an error under `on_bad_rows
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,6 +75,11 @@ class Places:
         return path, number + row - first
 
 
+def name_beside(path: Path, other: Path) -> str:
+    """Returns the name of a file, with the folders that another file is not in."""
+    return path.relative_to(os.path.commonpath([path.parent, other.parent])).as_posix()
+
+
 def explain(
     error: Exception, place: Callable[[int], tuple[Path, int]], word: str = "row"
 ) -> tuple[Path | None, str]:
@@ -91,7 +97,8 @@ def explain(
     def name(row: int) -> str:
         path, number = place(row)
         files.append(path)
-        return f"{word} {number}" + (f" of {path.name}" if path != files[0] else "")
+        beside = f" of {name_beside(path, files[0])}" if path != files[0] else ""
+        return f"{word} {number}{beside}"
 
     text = error.text(name)
     return files[0] if files else None, text

@@ -98,11 +98,11 @@ def read_vectors(
 ) -> np.ndarray:
     """Reads the user's own vectors, in the order of `item_ids`.
 
-    A `.npy` file is [rows of the items file, F]. A Parquet file has the columns `item_id` (string)
-    and `vector` (list<float>), in any order; further items are ignored.
+    A `.npy` file is [rows of the items file, F]. A Parquet file, or a folder of its parts, has the
+    columns `item_id` (string) and `vector` (list<float>), in any order; further items are ignored.
 
     Args:
-        path: File of vectors.
+        path: File or folder of vectors.
         item_ids: [I] item ids.
         items_report: Report on the items file, which tells the rows that became items. None means
             all rows.

@@ -1,5 +1,6 @@
 """Reading items: ids are distinct, optional columns are optional, the rest are attributes."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from recserve.features.tables.items import ItemTable, item_table, read_items
 from recserve.features.tables.parquet import BadRowError, SchemaError
+from tests.support.input_parts import KINDS, SEPARATOR, write_parts, write_table
 
 
 def written(path: Path, **columns: Any) -> Path:
@@ -98,3 +100,34 @@ def test_round_trip_through_arrow(tmp_path: Path) -> None:
 def test_table_refuses_unequal_columns() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         ItemTable(["a"], [], [[]], pa.table({}))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_folder_of_parts_is_one_file(tmp_path: Path, seed: int) -> None:
+    """Parts of each kind, with drawn values, types, faults and sub-folders."""
+    draw, kind = random.Random(seed), KINDS[seed % 3]
+    rows = draw.choice([1, 40])
+    columns: dict[str, list[Any]] = {
+        "item_id": [draw.choice([f"i{n}", f"i{n}", "i0", None, "x" * 300]) for n in range(rows)],
+        "title": [draw.choice([f"title {n}", None]) for n in range(rows)],
+        "categories": [draw.choice([None, ["A"], ["A > B", "C"]]) for n in range(rows)],
+        "price": [draw.choice([None, n, n + 0.5 * (seed % 2)]) for n in range(rows)],
+        "expires_at": [draw.choice([None, 1_800_000_000 + n]) for n in range(rows)],
+    }
+    columns["item_id"][0] = "first"
+    table = pa.table({name: columns[name] for name in draw.sample(list(columns), 5)})
+    whole, folder = tmp_path / f"whole.{kind}", tmp_path / "items"
+    write_table(whole, table)
+    write_parts(folder, kind, table, draw)
+    split = {"categories": SEPARATOR} if kind == "csv" else {}
+    (one, first), (two, second) = (read_items(path, "skip", split) for path in (whole, folder))
+    assert one.to_arrow().equals(two.to_arrow())
+    assert (first.dropped, first.notes, first.num_rows) == (
+        second.dropped, second.notes, second.num_rows
+    )  # fmt: skip
+    assert first.kept_rows.tolist() == second.kept_rows.tolist()
+    assert first.columns == tuple(c for c in second.columns if c.type != "name of folders")
+    assert all(f"{folder}/" in example for example in second.examples)
+    if second.dropped:
+        with pytest.raises(BadRowError, match=rf"items/[\w=/]*part-\d\.{kind}: "):
+            read_items(folder, "error", split)

@@ -27,6 +27,7 @@ from recserve.features.tables.event_rows import COLUMNS, EventRows
 from recserve.features.tables.input_table import InputTable
 from recserve.features.tables.items import ItemTable
 from recserve.features.tables.parquet import SchemaError
+from tests.support.input_parts import part_names
 
 NAMES = [f"i{n}" for n in range(9)]
 ITEMS = ItemTable(NAMES, [""] * 9, [[]] * 9, pa.table({}))
@@ -193,10 +194,10 @@ def test_chunks_read_as_a_whole(
 def write_parts(
     folder: Path, kind: str, rows: list[dict[str, Any]], draw: random.Random
 ) -> tuple[Path, dict[str, int]]:
-    """Writes rows as the parts of a folder, and as one file beside it.
+    """Writes rows as the parts of a folder and of its sub-folders, and as one file beside it.
 
     Returns:
-        The file, and the rows before each part by its name.
+        The file, and the rows before each part by the name of its file.
     """
     folder.mkdir()
     (folder / "_SUCCESS").touch()
@@ -204,6 +205,9 @@ def write_parts(
     starts = [0, *cuts]
     parts = [rows[first:last] for first, last in zip(starts, [*cuts, len(rows)], strict=True)]
     names = list(dict.fromkeys(name for row in rows for name in row))
+    paths = [folder / name for name in part_names(draw, len(parts), kind)]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
     whole = folder.parent / f"whole.{kind}"
     if kind == "parquet":
         table = pa.table({name: [row.get(name) for row in rows] for name in names})
@@ -214,7 +218,7 @@ def write_parts(
                 if one[name].null_count == len(part) and draw.random() < 0.5:
                     one = one.set_column(place, name, pa.nulls(len(part)))
             order = draw.sample(names, len(names)) if number else names
-            pq.write_table(one.select(order), folder / f"part-{number}.parquet")
+            pq.write_table(one.select(order), paths[number])
     else:
         lines = [
             ",".join("" if row.get(name) is None else str(row[name]) for name in names)
@@ -227,23 +231,23 @@ def write_parts(
                 lines[place] += ",more"
         head = [",".join(names)] if kind == "csv" else []
         whole.write_text("\n".join([*head, *lines]) + "\n")
-        for number, (first, part) in enumerate(zip(starts, parts, strict=True)):
+        for path, first, part in zip(paths, starts, parts, strict=True):
             own = [*head, *lines[first : first + len(part)]]
-            (folder / f"part-{number}.{kind}").write_text("".join(f"{line}\n" for line in own))
-    return whole, {f"part-{number}.{kind}": first for number, first in enumerate(starts)}
+            path.write_text("".join(f"{line}\n" for line in own))
+    return whole, {path.name: first for path, first in zip(paths, starts, strict=True)}
 
 
 def of_whole(text: str, folder: Path, whole: Path, starts: dict[str, int]) -> str:
     """Returns a message about parts as one about the whole file."""
     lines = []
     for line in text.splitlines():
-        found = re.search(rf"{re.escape(str(folder))}/(part-[0-9]+\.\w+)", line)
+        found = re.search(rf"{re.escape(str(folder))}/[\w=/]*(part-[0-9]+\.\w+)", line)
 
         def place(row: re.Match[str], part: str = found[1] if found else "") -> str:
             return f"{row[1]} {int(row[2]) + starts[row[4] or part]}"
 
         if found:
-            line = re.sub(r"\b(row|line) ([0-9]+)\b( of (part-[0-9]+\.\w+))?", place, line)
+            line = re.sub(r"\b(row|line) ([0-9]+)\b( of [\w=/]*(part-[0-9]+\.\w+))?", place, line)
             line = line.replace(found[0], str(whole))
         lines.append(line.replace(str(folder), str(whole)))
     return "\n".join(lines)
@@ -284,6 +288,10 @@ def test_a_folder_of_parts_is_one_file(
         if not more:
             examples = [one.removeprefix(f"{whole}: ") for one in examples]
         report = (file, num_rows, dropped, notes, tuple(examples))
+        # A name of folders is no column, and the report says so.
+        named = [one.name for one in columns if one.type == "name of folders"]
+        assert set(named) == {one for one in "ab" if any(folder.rglob(f"{one}=*"))}
+        columns = tuple(one for one in columns if one.name not in named)
         assert (*content, report, columns) == expected
         return False
 
@@ -296,12 +304,19 @@ def test_a_folder_of_parts_is_one_file(
 
 FOLDERS: dict[str, tuple[dict[str, str], str]] = {
     "kinds": ({"a.csv": "user_id\n", "b.jsonl": "{}\n"}, "events: has parts of several kinds"),
-    "folders": ({"a/b.csv": "user_id\n"}, "events/a: is a folder; expected a file"),
+    "log": (
+        {"a/events-20261129T000000Z-1-1.parquet": "", "b/c.parquet": ""},
+        "events/a: is an event log inside a folder of parts; name each event log by itself",
+    ),
+    "deep kinds": (
+        {"a=1/x.csv": "user_id\n", "a=2/x.jsonl": "{}\n"},
+        "events: .* a=1/x.csv is CSV, a=2/x.jsonl is JSON lines; expected one kind",
+    ),
     "packed": ({"a.csv": "user_id\n", "b.csv.gz": ""}, "events/b.csv.gz: .*unpack it first"),
     "nothing": ({"_SUCCESS": "", ".hidden": "x"}, "events: is an empty folder; expected parts"),
     "columns": (
         {"a.csv": "user_id,item_id,position\na,i0,1\n", "b.csv": "user_id,item\na,i1\n"},
-        "events/b.csv: lacks item_id, position and has item, unlike a.csv",
+        "events/b.csv: lacks item_id, position and has item, unlike a.csv; expected parts",
     ),
     "missing": (
         {"a.csv": "user_id,position\na,1\n", "b.csv": "user_id,position\na,2\n"},
@@ -325,6 +340,14 @@ def test_a_folder_that_is_not_one_file_is_refused(
     with pytest.raises(SchemaError, match=message):
         event_table.read_events(tmp_path / "events", ITEMS)
     assert re.search(message, event_table.find_problems(tmp_path / "events")[0])
+
+
+def test_a_link_to_a_folder_of_parts_is_refused(tmp_path: Path) -> None:
+    """A folder that links to itself would have no end."""
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "more").symlink_to(tmp_path / "events")
+    with pytest.raises(SchemaError, match="events/more: is a link to a folder; expected a file"):
+        event_table.read_events(tmp_path / "events", ITEMS)
 
 
 @pytest.mark.parametrize("large", [False, True])
