@@ -1,12 +1,14 @@
 """`recserve retrain`: its limits, its file, and that a killed run goes on where it was."""
 
 import json
+import random
 import shutil
 import socket
 from functools import partial
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -30,6 +32,7 @@ from recserve.training.retraining import (
     drift,
     translate,
 )
+from tests.support.input_parts import write_parts
 from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, tiny_bundle
 
 LEAST = "items: i\nbundles_dir: b\nruns: r\nevents: [e]\nserved: s\n"
@@ -197,8 +200,11 @@ def test_live_items_come_from_the_log_of_the_servers(tmp_path, request, place):
         codes = {one: tuple(items.codes[items.known_rows([one])[0]]) for one in ("live0", "live2")}
         event = {"user_id": "anna", "item_id": "live0", "timestamp": "2026-11-20T08:00:00Z"}
         service.add_events({"events": [event]})
+    parts = write_parts(
+        tmp_path / "parts", "parquet", pq.read_table(files.items), random.Random(len(place))
+    )
     config = RetrainConfig(
-        items=str(files.items),
+        items=str(parts),
         events=[str(files.events)],
         bundles_dir=str(tmp_path),
         runs=str(tmp_path / "runs"),

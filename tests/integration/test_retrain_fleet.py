@@ -14,6 +14,7 @@ import yaml
 from benchmarks.campaign.site import ADMIN, ADMIN_KEY, SERVE, ServerProcess
 from recserve.bundle.bundle import Bundle
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
+from tests.support.retrain_settings import quick_settings
 from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, tiny_bundle
 
 LONGEST_S = 300.0
@@ -43,27 +44,14 @@ def test_all_servers_get_each_new_bundle(tmp_path, empty_redis, redis_url):
         "event_log": tmp_path / "events.log",
         "event_log_rotate_s": 0.5,
     }
-    config = {
-        "items": str(files.items),
-        "events": [str(files.events)],
+    config = quick_settings(files, epochs=1) | {
         "event_log": "events.log",
         "catalog_log": "redis",
         "bundles_dir": "bundles",
         "link": "current",
         "runs": "runs",
         "fleet": True,
-        "device": "cpu",
         "keep_bundles": 2,
-        "train": {"recommender": {"epochs": 1}},
-        "gate": {
-            "days": 10_000,
-            "margin": 1,
-            "min_users": 2,
-            "beats_popularity": False,
-            "group_margin": 1,
-            "min_coverage": 0,
-        },
-        "guard": {"minutes": 0.02, "longest_minutes": 0.02, "every_s": 0.2},
     }
     servers, retrain = [], None
     try:

@@ -18,6 +18,7 @@ import yaml
 from recserve.features.synthetic import SyntheticOptions, write_synthetic
 from recserve.schemas.items import ItemsRequest
 from recserve.service import Service, ServiceOptions
+from tests.support.retrain_settings import quick_settings
 from tests.support.tiny_bundle import NUM_ITEMS, NUM_USERS, tiny_bundle
 
 STEPS = ["collect", "build", "train recommender", "gate", "publish", "load", "watch"]
@@ -96,22 +97,9 @@ def test_killed_runs_end_in_the_same_bundle(tmp_path, server, seed):
         service.put_items(ItemsRequest(items=[{"item_id": "live", "title": "Lamp"}]))
         event = {"user_id": "anna", "item_id": "live", "timestamp": "2026-11-20T08:00:00Z"}
         service.add_events({"events": [event]})
-    common = {
-        "items": str(files.items),
-        "events": [str(files.events)],
+    common = quick_settings(files, epochs=2) | {
         "store": f"lmdb:{tmp_path}/store",
         "journal": str(tmp_path / "items"),
-        "device": "cpu",
-        "train": {"recommender": {"epochs": 2}},
-        "gate": {
-            "days": 10_000,
-            "margin": 1,
-            "min_users": 2,
-            "beats_popularity": False,
-            "group_margin": 1,
-            "min_coverage": 0,
-        },
-        "guard": {"minutes": 0.02, "longest_minutes": 0.02, "every_s": 0.2},
     }
     found = []
     for name, kills in (("straight", []), ("killed", draw.sample(STEPS, 3))):
