@@ -19,7 +19,7 @@ from recserve.speculation.draft import Budget
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.drafters.medusa import MedusaRecipe, train_medusa
+from recserve.training.text.drafters.medusa import MedusaRecipe, MedusaTrainee
 from tests.support.medusa_heads import E, K, V, context, drawn_heads
 from tests.support.text_loop import check_draft, generate, tiny_model
 
@@ -134,7 +134,7 @@ def test_training_makes_drafts_longer(tmp_path):
     model = tiny_model().float()
     text = own_text(model, 240, 32)
     recipe = MedusaRecipe(3, 1, 32, 16, 40, Schedule(12, 1e-2, weight_decay=0.0, averaging=0.0))
-    report = train_medusa(
+    report = MedusaTrainee.train_on(
         model,
         text[: 200 * 32],
         text[200 * 32 :],
@@ -159,4 +159,4 @@ def test_training_makes_drafts_longer(tmp_path):
         lengths.append(sum(w.mean_length for w in written) / len(written))
     assert lengths[1] > lengths[0] + 0.3 and lengths[1] > 1.0, lengths
     with pytest.raises(ValueError, match="needs at least a window of 32"):
-        train_medusa(model, text[:10], text, tmp_path, TrainOptions(), recipe)
+        MedusaTrainee.train_on(model, text[:10], text, tmp_path, TrainOptions(), recipe)

@@ -18,10 +18,10 @@ from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.drafters.block import train_block
+from recserve.training.text.drafters.block import BlockTrainee
 from recserve.training.text.drafters.block_recipe import BlockRecipe
-from recserve.training.text.drafters.eagle import EagleRecipe, train_eagle
-from recserve.training.text.drafters.mtp import train_mtp
+from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee
+from recserve.training.text.drafters.mtp import MtpTrainee
 from tests.support.block_drafter import block_network
 from tests.support.mtp_drafter import mtp
 from tests.support.specformer_drafter import specformer
@@ -77,7 +77,7 @@ def write_trained(kind: str, folder: Path) -> Path:
     train, valid = text[:cut], text[cut:]
     if kind in ("eagle3", "mtp"):
         recipe = EagleRecipe(kind, 3, None, WINDOW, 16, VALID, SCHEDULE)
-        run = train_mtp if kind == "mtp" else train_eagle
+        run = MtpTrainee.train_on if kind == "mtp" else EagleTrainee.train_on
         run(model, train, valid, folder, OPTIONS, recipe)
     else:
         layers, size, epochs = BLOCKS[kind]
@@ -92,7 +92,7 @@ def write_trained(kind: str, folder: Path) -> Path:
             validation_rows=VALID,
             schedule=replace(SCHEDULE, epochs=epochs),
         )
-        train_block(model, train, valid, folder, OPTIONS, block)
+        BlockTrainee.train_on(model, train, valid, folder, OPTIONS, block)
     return folder
 
 

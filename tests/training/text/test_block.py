@@ -14,7 +14,7 @@ from recserve.kernels.tree_batch import Prefixes
 from recserve.speculation.drafter import StateSpan, TextContext
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.training.options import TrainOptions
-from recserve.training.text.drafters.block import BlockTrainee, train_block
+from recserve.training.text.drafters.block import BlockTrainee
 from recserve.training.text.drafters.block_recipe import BlockRecipe
 from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
 from tests.support.grids import chosen
@@ -73,7 +73,7 @@ def test_training_makes_drafts_longer(kind, model, text, tmp_path):
     own, cut = recipe(kind), (ROWS - 20) * WINDOW
     fresh = BlockTrainee(own, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
     before = accepted_per_draft(model, BlockDrafter(fresh.eval(), model, num_nodes=12))
-    report = train_block(model, text[:cut], text[cut:], tmp_path, OPTIONS, own)
+    report = BlockTrainee.train_on(model, text[:cut], text[cut:], tmp_path, OPTIONS, own)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
     trained = load_block(tmp_path, model)
     assert trained.config == fresh.config
@@ -86,13 +86,13 @@ def test_training_makes_drafts_longer(kind, model, text, tmp_path):
 def test_an_older_network_is_the_start(model, text, tmp_path):
     """The target was trained again: its old network is a better start than a new one."""
     cut, one = (ROWS - 20) * WINDOW, recipe("dflash")
-    train_block(model, text[:cut], text[cut:], tmp_path / "old", OPTIONS, one)
+    BlockTrainee.train_on(model, text[:cut], text[cut:], tmp_path / "old", OPTIONS, one)
     later = copy.deepcopy(model)
     for weight in later.decoder.layers.parameters():
         weight.add_(0.03 * torch.randn(weight.shape))
     options = replace(OPTIONS, epochs=1)
     reports = [
-        train_block(later, text[:cut], text[cut:], tmp_path / name, own, one)
+        BlockTrainee.train_on(later, text[:cut], text[cut:], tmp_path / name, own, one)
         for name, own in (
             ("new", options),
             ("healed", replace(options, start_from=tmp_path / "old")),
@@ -101,7 +101,9 @@ def test_an_older_network_is_the_start(model, text, tmp_path):
     assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.1
     wrong = replace(options, start_from=tmp_path / "old")
     with pytest.raises(ValueError, match="old: causal is .* the new network has"):
-        train_block(model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("jetspec"))
+        BlockTrainee.train_on(
+            model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("jetspec")
+        )
 
 
 def test_a_window_shorter_than_a_block_is_refused(model, text):

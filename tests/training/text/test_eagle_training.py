@@ -12,7 +12,7 @@ from recserve.drafters.eagle.drafter import EagleDrafter
 from recserve.drafters.eagle.files import load_eagle
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters import eagle as eagle_module
-from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee, train_eagle
+from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee
 from tests.support.drafter_training import (
     FAST,
     ROWS,
@@ -38,7 +38,7 @@ def trained(model, text):
     def train(kind: str, words: int | None = None) -> Path:
         def make(folder: Path) -> None:
             cut, own = (ROWS - 20) * WINDOW, recipe(kind, words)
-            report = train_eagle(model, text[:cut], text[cut:], folder, OPTIONS, own)
+            report = EagleTrainee.train_on(model, text[:cut], text[cut:], folder, OPTIONS, own)
             write_lengths(folder, report)
 
         return shared_folder(f"trained-{kind}-{words}", make)
@@ -132,7 +132,7 @@ def test_an_older_network_is_the_start(model, text, trained, tmp_path):
         weight.add_(0.03 * torch.randn(weight.shape))
     options = replace(OPTIONS, epochs=1)
     reports = [
-        train_eagle(later, text[:cut], text[cut:], tmp_path / name, own, one)
+        EagleTrainee.train_on(later, text[:cut], text[cut:], tmp_path / name, own, one)
         for name, own in (
             ("new", options),
             ("healed", replace(options, start_from=old)),
@@ -141,4 +141,6 @@ def test_an_older_network_is_the_start(model, text, trained, tmp_path):
     assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.2
     wrong = replace(options, start_from=old)
     with pytest.raises(ValueError, match=f"{old.name}: target_layers is .* the new network has"):
-        train_eagle(model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("eagle3"))
+        EagleTrainee.train_on(
+            model, text[:cut], text[cut:], tmp_path / "no", wrong, recipe("eagle3")
+        )

@@ -10,12 +10,7 @@ import torch
 from recserve.models.loading import load_language_model
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.drafters.medusa import (
-    DISCOUNT,
-    MedusaRecipe,
-    MedusaTrainee,
-    train_medusa,
-)
+from recserve.training.text.drafters.medusa import DISCOUNT, MedusaRecipe, MedusaTrainee
 from tests.support.drafter_training import write_rows
 from tests.support.paths import reference
 from tests.support.text_plain import VOCABULARY, drawn_model
@@ -67,7 +62,7 @@ def test_older_heads_are_the_start(model, text, tmp_path):
     one = MedusaRecipe(3, 1, WINDOW, 10, 20, FAST)
     other = replace(one, num_layers=2)
     texts = text[: CUT * WINDOW], text[CUT * WINDOW :]
-    train_medusa(model, *texts, tmp_path / "old", OPTIONS, one)
+    MedusaTrainee.train_on(model, *texts, tmp_path / "old", OPTIONS, one)
     later = copy.deepcopy(model)
     draws = torch.Generator().manual_seed(0)
     for weight in later.decoder.layers.parameters():
@@ -75,9 +70,11 @@ def test_older_heads_are_the_start(model, text, tmp_path):
     short = replace(OPTIONS, epochs=1)
     healing = replace(short, start_from=tmp_path / "old")
     found = {
-        name: train_medusa(later, *texts, tmp_path / name, options, one).metrics["accept_length"]
+        name: MedusaTrainee.train_on(later, *texts, tmp_path / name, options, one).metrics[
+            "accept_length"
+        ]
         for name, options in (("new", short), ("healed", healing))
     }
     assert found["healed"] > found["new"]
-    with pytest.raises(ValueError, match="old holds .*; the new heads are"):
-        train_medusa(model, *texts, tmp_path / "no", healing, other)
+    with pytest.raises(ValueError, match="old: num_layers is .*; the new network has"):
+        MedusaTrainee.train_on(model, *texts, tmp_path / "no", healing, other)

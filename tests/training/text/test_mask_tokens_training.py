@@ -14,11 +14,7 @@ from recserve.drafters.mask_tokens.gated_lora import MaskRows
 from recserve.models.attention import DenseAttention
 from recserve.training.options import TrainOptions
 from recserve.training.schedule import Schedule
-from recserve.training.text.drafters.mask_tokens import (
-    MaskTokensRecipe,
-    MaskTokensTrainee,
-    train_mask_tokens,
-)
+from recserve.training.text.drafters.mask_tokens import MaskTokensRecipe, MaskTokensTrainee
 from tests.support.drafter_training import (
     ROWS,
     WINDOW,
@@ -49,7 +45,7 @@ def trained(model, text) -> Path:
 
     def make(folder: Path) -> None:
         cut = (ROWS - HELD_OUT) * WINDOW
-        report = train_mask_tokens(model, text[:cut], text[cut:], folder, OPTIONS, RECIPE)
+        report = MaskTokensTrainee.train_on(model, text[:cut], text[cut:], folder, OPTIONS, RECIPE)
         write_lengths(folder, report)
 
     return shared_folder("trained-mask-tokens", make)
@@ -108,12 +104,12 @@ def test_older_mask_tokens_are_the_start(model, text, trained, tmp_path):
         weight.add_(0.03 * torch.randn(weight.shape))
     once, old = replace(OPTIONS, epochs=1), trained
     reports = [
-        train_mask_tokens(later, text[:cut], text[cut:], tmp_path / name, own, RECIPE)
+        MaskTokensTrainee.train_on(later, text[:cut], text[cut:], tmp_path / name, own, RECIPE)
         for name, own in (("new", once), ("healed", replace(once, start_from=old)))
     ]
     assert reports[1].metrics["accept_length"] > reports[0].metrics["accept_length"] + 0.2
     wrong = replace(once, start_from=old)
-    with pytest.raises(ValueError, match=f"{old.name}: rank is 8; the new masks have 4"):
-        train_mask_tokens(
+    with pytest.raises(ValueError, match=f"{old.name}: rank is 8; the new network has 4"):
+        MaskTokensTrainee.train_on(
             model, text[:cut], text[cut:], tmp_path / "no", wrong, replace(RECIPE, rank=4)
         )

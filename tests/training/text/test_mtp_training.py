@@ -11,7 +11,7 @@ from recserve.drafters.mtp.drafter import MtpDrafter
 from recserve.drafters.mtp.files import load_mtp, save_mtp
 from recserve.training.options import TrainOptions
 from recserve.training.text.drafters.eagle import EagleRecipe
-from recserve.training.text.drafters.mtp import MtpTrainee, train_mtp
+from recserve.training.text.drafters.mtp import MtpTrainee
 from tests.support.drafter_training import FAST, ROWS, WINDOW, accepted_per_draft
 from tests.support.published_mtp import Published
 
@@ -46,11 +46,11 @@ def test_training_makes_drafts_longer(model, text, tmp_path):
     cut = (ROWS - 20) * WINDOW
     fresh = MtpTrainee(RECIPE, model, text[:cut], text[cut:], seed=0).model.requires_grad_(False)
     before = accepted_per_draft(model, mtp_drafter(fresh.eval(), model))
-    report = train_mtp(model, text[:cut], text[cut:], tmp_path, OPTIONS, RECIPE)
+    report = MtpTrainee.train_on(model, text[:cut], text[cut:], tmp_path, OPTIONS, RECIPE)
     assert report.metrics["accept_length"] > report.history[0].metrics["accept_length"]
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["num_nextn_predict_layers"] == 1
     assert accepted_per_draft(model, mtp_drafter(load_mtp(tmp_path, model), model)) > before + 0.3
     healed = replace(OPTIONS, epochs=1, start_from=tmp_path)
-    again = train_mtp(model, text[:cut], text[cut:], tmp_path / "again", healed, RECIPE)
+    again = MtpTrainee.train_on(model, text[:cut], text[cut:], tmp_path / "again", healed, RECIPE)
     assert again.metrics["accept_length"] > report.history[0].metrics["accept_length"]

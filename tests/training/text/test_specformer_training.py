@@ -15,11 +15,7 @@ from recserve.models.loading import load_language_model
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.training.options import TrainOptions
-from recserve.training.text.drafters.specformer import (
-    SpecformerRecipe,
-    SpecformerTrainee,
-    train_specformer,
-)
+from recserve.training.text.drafters.specformer import SpecformerRecipe, SpecformerTrainee
 from tests.support.drafter_training import FAST, accepted_per_draft
 from tests.support.paths import reference
 from tests.support.text_plain import VOCABULARY
@@ -149,7 +145,7 @@ def test_a_trained_network_accepts_more_than_chance(tmp_path):
     fresh.model.requires_grad_(False).eval()
     prompts = [np.array([1 + n]) for n in range(40, 46)]
     before = accepted_per_draft(target, SpecformerDrafter(fresh.model, target), prompts)
-    report = train_specformer(target, text[:cut], text[cut:], tmp_path, OPTIONS, own)
+    report = SpecformerTrainee.train_on(target, text[:cut], text[cut:], tmp_path, OPTIONS, own)
     metrics = report.metrics
     assert set(metrics) == {"accept_length", "slot_0", "slot_1", "slot_2"}
     constant = np.bincount(text[cut:]).max() / len(text[cut:])
@@ -164,19 +160,21 @@ def test_an_older_network_is_the_start(model, tmp_path):
     """The target was trained again: its old head is a better start than a new one."""
     text = written(model, 120, WINDOW, 0.3)
     train, valid, one = text[: 100 * WINDOW], text[100 * WINDOW :], recipe()
-    train_specformer(model, train, valid, tmp_path / "old", OPTIONS, one)
+    SpecformerTrainee.train_on(model, train, valid, tmp_path / "old", OPTIONS, one)
     later = copy.deepcopy(model)
     for weight in later.decoder.layers.parameters():
         weight.add_(0.03 * torch.randn(weight.shape))
     options = replace(OPTIONS, epochs=1)
     starts = {"new": options, "healed": replace(options, start_from=tmp_path / "old")}
     found = {
-        name: train_specformer(later, train, valid, tmp_path / name, own, one).metrics
+        name: SpecformerTrainee.train_on(later, train, valid, tmp_path / name, own, one).metrics
         for name, own in starts.items()
     }
     assert found["healed"]["accept_length"] > found["new"]["accept_length"] + 0.1
     with pytest.raises(ValueError, match="old: num_slots is 3; the new network has 4"):
-        train_specformer(model, train, valid, tmp_path / "no", starts["healed"], recipe(4))
+        SpecformerTrainee.train_on(
+            model, train, valid, tmp_path / "no", starts["healed"], recipe(4)
+        )
 
 
 def test_validation_measures_only_positions_with_all_labels(model, noise):

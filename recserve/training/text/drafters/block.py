@@ -15,27 +15,23 @@ speculators (models/dflash2, selector), DeepSpec.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
 
 from recserve.drafters.block.files import load_block, save_block
 from recserve.drafters.block.heads import pair_scores
-from recserve.drafters.block.network import Block, BlockConfig
+from recserve.drafters.block.network import Block
 from recserve.models.attention import Attend, DenseAttention
 from recserve.models.decoder import AuxHiddenStates
-from recserve.models.language_model import LanguageModel
-from recserve.training.loop import StepLoss, fit
-from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.loop import StepLoss
 from recserve.training.text.drafters.block_recipe import BlockRecipe, block_config
-from recserve.training.text.windows import shuffled_batches, windows
+from recserve.training.text.drafters.trainee import DrafterTrainee, accept_metrics
 
 LIKELIHOOD_WEIGHT = 0.1  # of DSpark's loss; the rest is the total variation
 
@@ -81,46 +77,32 @@ class _Said:
         return (best if self.columns is None else self.columns.gather(-1, best))[..., 0]
 
 
-class BlockTrainee:
+class BlockTrainee(DrafterTrainee[BlockRecipe, Block]):
     """A block drafter on a frozen target, for the training loop."""
 
-    selection = "accept_length"
-
-    def __init__(
-        self,
-        recipe: BlockRecipe,
-        target: LanguageModel,
-        train: NDArray[np.int64],
-        valid: NDArray[np.int64],
-        seed: int,
-    ) -> None:
-        """Splits the texts into rows and initialises the network.
-
-        Args:
-            recipe: Sizes and settings.
-            target: The frozen language model.
-            train: [n] int64 training tokens.
-            valid: [n] int64 validation tokens.
-            seed: Seed of weights, order and anchors.
+    def new_network(self, train: NDArray[np.int64]) -> Block:
+        """Returns a network whose norm is the target's and whose mask is the mean of all tokens.
 
         Raises:
-            ValueError: If either text is shorter than a window, or a window than a block.
+            ValueError: If a window is shorter than a block.
         """
-        self.recipe, self.target, self.seed = recipe, target, seed
-        self.device = target.tokens.weight.device
-        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
-        torch.manual_seed(seed)
-        self.model = Block(block_config(recipe, target)).to(self.device)
-        self.last_anchor = recipe.window - self.model.config.num_slots
+        recipe, target = self.recipe, self.target
+        network = Block(block_config(recipe, target)).to(self.device)
+        self.last_anchor = recipe.window - network.config.num_slots
         if self.last_anchor < 1:
             raise ValueError(f"window is {recipe.window}; a block has {recipe.block_size} rows")
         with torch.no_grad():
-            self.model.norm.weight.copy_(target.decoder.norm.weight)
-            self.model.mask_embedding.copy_(target.tokens.weight.float().mean(0))
+            network.norm.weight.copy_(target.decoder.norm.weight)
+            network.mask_embedding.copy_(target.tokens.weight.float().mean(0))
+        return network
 
-    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Returns the row numbers of each batch."""
-        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
+    def load(self, folder: Path) -> Block:
+        """Returns the network of a folder."""
+        return load_block(folder, self.target)
+
+    def save(self, folder: Path) -> None:
+        """Writes the network to a folder."""
+        save_block(self.model, folder)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the loss of a batch, as the weighted mean over slots."""
@@ -160,16 +142,13 @@ class BlockTrainee:
         A slot reads the text's own token before it, so this is the accept length on text that the
         target wrote without draws.
         """
-        rows = self.valid[: self.recipe.validation_rows]
         step = max(self.last_anchor // self.recipe.anchors, 1)
         places = torch.arange(1, self.last_anchor + 1, step, device=self.device)
         found = []
-        for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
+        for part in self.validation_batches():
             said, logits = self._predict(part, places.expand(len(part), -1))
             found.append((said.best() == logits.argmax(-1)).flatten(0, 1))
-        hits = torch.cat(found).float()
-        metrics = {f"slot_{slot}": float(own) for slot, own in enumerate(hits.mean(0))}
-        return {"accept_length": float(hits.cumprod(1).sum(1).mean()), **metrics}
+        return accept_metrics(torch.cat(found).T, "slot")
 
     def _predict(self, rows: NDArray[np.int64], anchors: Tensor) -> tuple[_Said, Tensor]:
         """Returns what the network says after anchors [b, n], and the target's logits."""
@@ -240,54 +219,3 @@ class BlockTrainee:
         aux_states = AuxHiddenStates(self.model.config.target_layers)
         final = self.target(tokens, positions, DenseAttention(), None, aux_states)
         return tokens, torch.cat(aux_states.states, dim=-1).float(), self.target.logits(final)
-
-
-def train_block(
-    target: LanguageModel,
-    train: NDArray[np.int64],
-    valid: NDArray[np.int64],
-    directory: Path,
-    options: TrainOptions,
-    recipe: BlockRecipe | None = None,
-    console: Console | None = None,
-) -> TrainReport:
-    """Trains a block drafter for a target and writes it in its published layout.
-
-    Args:
-        target: The language model.
-        train: [n] int64 training tokens, preferably text that the target wrote.
-        valid: [n] int64 validation tokens.
-        directory: Folder that receives the network.
-        options: Options of the run.
-        recipe: Sizes and settings; None means the defaults.
-        console: Where progress is printed; None means standard error.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        ValueError: If a text is too short, or the network of `options.start_from` has another
-            shape.
-    """
-    recipe = recipe or BlockRecipe()
-    trainee = BlockTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    if options.start_from is not None:
-        trainee.model.load_state_dict(_old_weights(options.start_from, target, trainee.model))
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
-    save_block(trainee.model, directory)
-    return report
-
-
-def _old_weights(folder: Path, target: LanguageModel, new: Block) -> dict[str, Tensor]:
-    """Returns the weights of an older network of the same shape, in float32.
-
-    Raises:
-        ValueError: If its configuration differs; the message names the field.
-    """
-    old = load_block(folder, target)
-    for name in (part.name for part in fields(BlockConfig)):
-        theirs, ours = getattr(old.config, name), getattr(new.config, name)
-        if theirs != ours:
-            raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
-    device = new.fc.weight.device
-    return {name: weight.to(device).float() for name, weight in old.state_dict().items()}

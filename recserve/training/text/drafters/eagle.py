@@ -12,8 +12,7 @@ settings of their published trainers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.drafters.eagle.files import load_eagle, save_eagle
@@ -30,10 +28,9 @@ from recserve.drafters.mtp.network import Mtp
 from recserve.models.attention import Attend, DenseAttention
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates, RMSNorm
 from recserve.models.language_model import LanguageModel
-from recserve.training.loop import StepLoss, fit
-from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.loop import StepLoss
 from recserve.training.schedule import Schedule
-from recserve.training.text.windows import shuffled_batches, windows
+from recserve.training.text.drafters.trainee import DrafterTrainee, accept_metrics
 
 LOGITS_WEIGHT = 0.1
 NOISE = 0.2  # uniform noise of +-0.1, divided by the number of positions per 512
@@ -95,43 +92,16 @@ class UnrolledAttention(Attend):
         return mixed
 
 
-class EagleTrainee:
+class EagleTrainee(DrafterTrainee[EagleRecipe, Eagle | Mtp]):
     """An EAGLE network on a frozen target, for the training loop.
 
     Attributes:
         discount: Weight of an unrolled step, as a share of the step before.
     """
 
-    selection = "accept_length"
     discount: ClassVar[float] = 0.8
 
-    def __init__(
-        self,
-        recipe: EagleRecipe,
-        target: LanguageModel,
-        train: NDArray[np.int64],
-        valid: NDArray[np.int64],
-        seed: int,
-    ) -> None:
-        """Splits the texts into rows and initialises the network.
-
-        Args:
-            recipe: Sizes and settings.
-            target: The frozen language model.
-            train: [n] int64 training tokens.
-            valid: [n] int64 validation tokens.
-            seed: Seed of weights, order and noise.
-
-        Raises:
-            ValueError: If either text is shorter than a window.
-        """
-        self.recipe, self.target, self.seed = recipe, target, seed
-        self.device = target.tokens.weight.device
-        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
-        torch.manual_seed(seed)
-        self.model = self._network(train).to(self.device)
-
-    def _network(self, train: NDArray[np.int64]) -> Eagle | Mtp:
+    def new_network(self, train: NDArray[np.int64]) -> Eagle | Mtp:
         """Returns a new network; the training text decides which tokens it can propose."""
         network = Eagle(eagle_config(self.recipe, self.target))
         if network.token_map is not None:
@@ -140,7 +110,16 @@ class EagleTrainee:
             network.token_map.copy_(torch.from_numpy(np.sort(most)))
         if network.config.fused:
             self._start_from_head(network)
-        return network
+        return network.to(self.device)
+
+    def load(self, folder: Path) -> Eagle | Mtp:
+        """Returns the network of a folder."""
+        return load_eagle(folder, self.target)
+
+    def save(self, folder: Path) -> None:
+        """Writes the network to a folder."""
+        assert isinstance(self.model, Eagle)
+        save_eagle(self.model, folder)
 
     @torch.no_grad()
     def _start_from_head(self, network: Eagle) -> None:
@@ -151,50 +130,6 @@ class EagleTrainee:
         weight = head.weight.cpu()
         network.head.weight.copy_(weight if tokens is None else weight[tokens])
         network.norm.weight.copy_(target.decoder.norm.weight)
-
-    def train_into(
-        self, directory: Path, options: TrainOptions, console: Console | None = None
-    ) -> TrainReport:
-        """Trains the network and writes it in its published layout.
-
-        Args:
-            directory: Folder that receives the network.
-            options: Options of the run.
-            console: Where progress is printed; None means standard error.
-
-        Raises:
-            ValueError: If the network of `options.start_from` has another shape.
-        """
-        if options.start_from is not None:
-            self.model.load_state_dict(self._old_weights(options.start_from))
-        schedule = self.recipe.schedule.with_options(options)
-        report = fit(self, schedule, options, directory, console)
-        self._save(directory)
-        return report
-
-    def _save(self, folder: Path) -> None:
-        assert isinstance(self.model, Eagle)
-        save_eagle(self.model, folder)
-
-    def _load(self, folder: Path) -> Eagle | Mtp:
-        return load_eagle(folder, self.target)
-
-    def _old_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Returns the weights of an older network of the same shape, in float32.
-
-        Raises:
-            ValueError: If its configuration differs; the message names the field.
-        """
-        old = self._load(folder)
-        for name in (part.name for part in fields(self.model.config)):
-            theirs, ours = getattr(old.config, name), getattr(self.model.config, name)
-            if theirs != ours:
-                raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
-        return {name: weight.to(self.device) for name, weight in old.state_dict().items()}
-
-    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Returns the row numbers of each batch."""
-        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the loss of a batch, as the mean over positions."""
@@ -233,9 +168,8 @@ class EagleTrainee:
         A step reads the text's own token, so this is the accept length on text that the target
         wrote without draws.
         """
-        rows = self.valid[: self.recipe.validation_rows]
         found = []
-        for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
+        for part in self.validation_batches():
             tokens, states, _, logits = self._target(part)
             steps, right = self.recipe.steps, []
             for step, given in enumerate(self._outputs(tokens, states, steps)):
@@ -243,9 +177,7 @@ class EagleTrainee:
                 right.append(said == logits[:, 1 + step :].argmax(-1))
             size = right[-1].shape[1]
             found.append(torch.stack([own[:, :size].flatten() for own in right]))
-        hits = torch.cat(found, dim=1)
-        metrics = {f"step_{number}": float(own.float().mean()) for number, own in enumerate(hits)}
-        return {"accept_length": float(hits.cumprod(0).sum(0).float().mean()), **metrics}
+        return accept_metrics(torch.cat(found, dim=1), "step")
 
     def _outputs(self, tokens: Tensor, states: Tensor, steps: int) -> list[Tensor]:
         """Returns the outputs [B, T - 1 - i, E] of each step i.
@@ -295,35 +227,3 @@ def eagle_config(recipe: EagleRecipe, target: LanguageModel) -> EagleConfig:
         fused=fused,
         fc_bias=not fused,
     )
-
-
-def train_eagle(
-    target: LanguageModel,
-    train: NDArray[np.int64],
-    valid: NDArray[np.int64],
-    directory: Path,
-    options: TrainOptions,
-    recipe: EagleRecipe | None = None,
-    console: Console | None = None,
-) -> TrainReport:
-    """Trains a network for a target and writes it in EAGLE's published layout.
-
-    Args:
-        target: The language model.
-        train: [n] int64 training tokens, preferably text that the target wrote.
-        valid: [n] int64 validation tokens.
-        directory: Folder that receives the network.
-        options: Options of the run.
-        recipe: Sizes and settings; None means the defaults.
-        console: Where progress is printed; None means standard error.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        ValueError: If a text is too short, or the network of `options.start_from` has another
-            shape.
-    """
-    recipe = recipe or EagleRecipe()
-    trainee = EagleTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    return trainee.train_into(directory, options, console)

@@ -16,15 +16,15 @@ from rich.console import Console
 
 from recserve.models.language_model import LanguageModel
 from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text.drafters.block import train_block
+from recserve.training.text.drafters.block import BlockTrainee
 from recserve.training.text.drafters.block_recipe import BlockRecipe
 from recserve.training.text.drafters.boost import train_boost
-from recserve.training.text.drafters.eagle import EagleRecipe, train_eagle
-from recserve.training.text.drafters.mask_tokens import train_mask_tokens
-from recserve.training.text.drafters.medusa import train_medusa
+from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee
+from recserve.training.text.drafters.mask_tokens import MaskTokensRecipe, MaskTokensTrainee
+from recserve.training.text.drafters.medusa import MedusaRecipe, MedusaTrainee
 from recserve.training.text.drafters.medusa2 import Medusa2Recipe, train_medusa2
-from recserve.training.text.drafters.mtp import train_mtp
-from recserve.training.text.drafters.specformer import train_specformer
+from recserve.training.text.drafters.mtp import MtpTrainee
+from recserve.training.text.drafters.specformer import SpecformerRecipe, SpecformerTrainee
 
 
 class TrainDrafter(Protocol):
@@ -58,17 +58,17 @@ class TrainDrafter(Protocol):
 
 
 KINDS: Mapping[str, TrainDrafter] = {
-    "medusa": train_medusa,
+    "medusa": partial(MedusaTrainee.train_on, recipe=MedusaRecipe()),
     "medusa2": train_medusa2,
     "medusa2-distill": partial(train_medusa2, recipe=Medusa2Recipe(distill=True)),
-    "eagle": partial(train_eagle, recipe=EagleRecipe(kind="eagle")),
-    "eagle3": partial(train_eagle, recipe=EagleRecipe(kind="eagle3")),
-    "mtp": train_mtp,
-    "dflash": partial(train_block, recipe=BlockRecipe(kind="dflash")),
-    "jetspec": partial(train_block, recipe=BlockRecipe(kind="jetspec")),
-    "dspark": partial(train_block, recipe=BlockRecipe(kind="dspark")),
-    "dflash2": partial(train_block, recipe=BlockRecipe(kind="dflash2")),
-    "specformer": train_specformer,
-    "mask_tokens": train_mask_tokens,
+    "eagle": partial(EagleTrainee.train_on, recipe=EagleRecipe(kind="eagle")),
+    "eagle3": partial(EagleTrainee.train_on, recipe=EagleRecipe(kind="eagle3")),
+    "mtp": partial(MtpTrainee.train_on, recipe=EagleRecipe(kind="mtp")),
+    "dflash": partial(BlockTrainee.train_on, recipe=BlockRecipe(kind="dflash")),
+    "jetspec": partial(BlockTrainee.train_on, recipe=BlockRecipe(kind="jetspec")),
+    "dspark": partial(BlockTrainee.train_on, recipe=BlockRecipe(kind="dspark")),
+    "dflash2": partial(BlockTrainee.train_on, recipe=BlockRecipe(kind="dflash2")),
+    "specformer": partial(SpecformerTrainee.train_on, recipe=SpecformerRecipe()),
+    "mask_tokens": partial(MaskTokensTrainee.train_on, recipe=MaskTokensRecipe()),
     "boost": train_boost,
 }

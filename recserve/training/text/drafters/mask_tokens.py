@@ -21,25 +21,21 @@ distributions, as for Medusa and EAGLE, and the three parts have the same weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
 
 from recserve.drafters.mask_tokens.files import load_mask_tokens, save_mask_tokens
 from recserve.drafters.mask_tokens.gated_lora import MaskRows
 from recserve.drafters.mask_tokens.network import MaskTokens, MaskTokensConfig
 from recserve.models.attention import DenseAttention
-from recserve.models.language_model import LanguageModel
-from recserve.training.loop import StepLoss, fit
-from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.loop import StepLoss
 from recserve.training.schedule import Schedule
-from recserve.training.text.windows import shuffled_batches, windows
+from recserve.training.text.drafters.trainee import DrafterTrainee, accept_metrics
 
 
 @dataclass(frozen=True)
@@ -88,48 +84,30 @@ class MaskedStates:
     labels: Tensor
 
 
-class MaskTokensTrainee:
+class MaskTokensTrainee(DrafterTrainee[MaskTokensRecipe, MaskTokens]):
     """Mask tokens on a frozen target, for the training loop."""
 
-    selection = "accept_length"
-
-    def __init__(
-        self,
-        recipe: MaskTokensRecipe,
-        target: LanguageModel,
-        train: NDArray[np.int64],
-        valid: NDArray[np.int64],
-        seed: int,
-    ) -> None:
-        """Splits the texts into rows and initialises the network.
-
-        Args:
-            recipe: Sizes and settings.
-            target: The frozen language model.
-            train: [n] int64 training tokens.
-            valid: [n] int64 validation tokens.
-            seed: Seed of weights, order and prefixes.
-
-        Raises:
-            ValueError: If either text is shorter than a window, or a window holds no block.
-        """
+    def new_network(self, train: NDArray[np.int64]) -> MaskTokens:
+        """Returns new mask tokens. Raises ValueError if a window holds no block."""
+        recipe, target = self.recipe, self.target
         if recipe.window <= recipe.num_masks + 1:
             raise ValueError(
                 f"window is {recipe.window}; {recipe.num_masks} masks need a longer one"
             )
-        self.recipe, self.target, self.seed = recipe, target, seed
-        self.device = target.tokens.weight.device
-        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
-        torch.manual_seed(seed)
         config = MaskTokensConfig(
             target.config.decoder, recipe.num_masks, recipe.rank, recipe.alpha
         )
-        self.model = MaskTokens(config).to(self.device)
-        self.model.start_from(target)
+        network = MaskTokens(config).to(self.device)
+        network.start_from(target)
+        return network
 
-    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Returns the row numbers of each batch."""
-        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
+    def load(self, folder: Path) -> MaskTokens:
+        """Returns the mask tokens of a folder."""
+        return load_mask_tokens(folder, self.target)
+
+    def save(self, folder: Path) -> None:
+        """Writes the mask tokens with a PEFT adapter."""
+        save_mask_tokens(self.model, folder)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the loss of a batch, as the mean over masks."""
@@ -149,20 +127,18 @@ class MaskTokensTrainee:
         The sampler reads the text's own token, so this is the accept length on text that the
         target wrote without draws.
         """
-        rows, found = self.valid[: self.recipe.validation_rows], []
+        found = []
         most = self.recipe.window - self.recipe.num_masks - 1
         step = max(most // self.recipe.blocks, 1)
         ends = torch.arange(0, most, step, device=self.device)
-        for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
+        for part in self.validation_batches():
             states = self.states(part, ends)
             said = self.target.logits(
                 self._sample_states(states).to(self.target.tokens.weight.dtype)
             )
             right = said.argmax(-1) == states.wanted.argmax(-1)[:, states.labels]
             found.append(right.flatten(0, 1))
-        hits = torch.cat(found).T
-        metrics = {f"mask_{number}": float(own.float().mean()) for number, own in enumerate(hits)}
-        return {"accept_length": float(hits.cumprod(0).sum(0).float().mean()), **metrics}
+        return accept_metrics(torch.cat(found).T, "mask")
 
     def states(self, rows: NDArray[np.int64], ends: Tensor) -> MaskedStates:
         """Runs the target over rows with one block of masks below each of some positions.
@@ -200,54 +176,3 @@ class MaskTokensTrainee:
         """Returns the cross-entropy of the target's head on states [..., E], as a mean."""
         said = self.target.logits(states.to(self.target.tokens.weight.dtype)).float()
         return -(wanted * said.log_softmax(-1)).sum(-1).mean()
-
-
-def train_mask_tokens(
-    target: LanguageModel,
-    train: NDArray[np.int64],
-    valid: NDArray[np.int64],
-    directory: Path,
-    options: TrainOptions,
-    recipe: MaskTokensRecipe | None = None,
-    console: Console | None = None,
-) -> TrainReport:
-    """Trains mask tokens for a target and writes them with a PEFT adapter.
-
-    Args:
-        target: The language model.
-        train: [n] int64 training tokens, preferably text that the target wrote.
-        valid: [n] int64 validation tokens.
-        directory: Folder that receives the files.
-        options: Options of the run.
-        recipe: Sizes and settings; None means the defaults.
-        console: Where progress is printed; None means standard error.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        ValueError: If a text is too short, or the network of `options.start_from` has another
-            shape.
-    """
-    recipe = recipe or MaskTokensRecipe()
-    trainee = MaskTokensTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    if options.start_from is not None:
-        trainee.model.load_state_dict(_old_weights(options.start_from, target, trainee.model))
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
-    save_mask_tokens(trainee.model, directory)
-    return report
-
-
-def _old_weights(folder: Path, target: LanguageModel, new: MaskTokens) -> dict[str, Tensor]:
-    """Returns the weights of older mask tokens of the same shape.
-
-    Raises:
-        ValueError: If their configuration differs; the message names the field.
-    """
-    old = load_mask_tokens(folder, target)
-    for name in (part.name for part in fields(MaskTokensConfig)):
-        theirs, ours = getattr(old.config, name), getattr(new.config, name)
-        if theirs != ours:
-            raise ValueError(f"{folder.name}: {name} is {theirs}; the new masks have {ours}")
-    device = new.lora.embeddings.device
-    return {name: weight.to(device, torch.float32) for name, weight in old.state_dict().items()}

@@ -9,25 +9,21 @@ Source: Medusa (arXiv 2401.10774), section 2.2 (Medusa-1), which uses the text's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor
 
 from recserve.drafters.medusa.drafter import RANKS
 from recserve.drafters.medusa.files import load_medusa, save_medusa
 from recserve.drafters.medusa.network import MedusaConfig, MedusaHeads
 from recserve.models.attention import DenseAttention
-from recserve.models.language_model import LanguageModel
-from recserve.training.loop import StepLoss, fit
-from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.loop import StepLoss
 from recserve.training.schedule import Schedule
-from recserve.training.text.windows import shuffled_batches, windows
+from recserve.training.text.drafters.trainee import DrafterTrainee, accept_metrics
 
 DISCOUNT = 0.8
 
@@ -53,48 +49,28 @@ class MedusaRecipe:
     schedule: Schedule = field(default_factory=lambda: Schedule(2, 1e-3, weight_decay=0.0))
 
 
-class MedusaTrainee:
+class MedusaTrainee(DrafterTrainee[MedusaRecipe, MedusaHeads]):
     """Medusa heads on a frozen target, for the training loop."""
 
-    selection = "accept_length"
-
-    def __init__(
-        self,
-        recipe: MedusaRecipe,
-        target: LanguageModel,
-        train: NDArray[np.int64],
-        valid: NDArray[np.int64],
-        seed: int,
-    ) -> None:
-        """Splits the texts into rows and initialises the heads from the target.
-
-        Args:
-            recipe: Sizes and settings.
-            target: The frozen language model.
-            train: [n] int64 training tokens.
-            valid: [n] int64 validation tokens.
-            seed: Seed of weights and order.
-
-        Raises:
-            ValueError: If either text is shorter than a window.
-        """
-        self.recipe, self.target, self.seed = recipe, target, seed
-        self.device = target.tokens.weight.device
-        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
-        torch.manual_seed(seed)
-        self.model = MedusaHeads(
+    def new_network(self, train: NDArray[np.int64]) -> MedusaHeads:
+        """Returns new heads, which begin as the target's head."""
+        recipe, config = self.recipe, self.target.config
+        heads = MedusaHeads(
             MedusaConfig(
-                target.config.decoder.hidden_size,
-                target.config.vocab_size,
-                recipe.num_heads,
-                recipe.num_layers,
+                config.decoder.hidden_size, config.vocab_size, recipe.num_heads, recipe.num_layers
             )
         ).to(self.device)
-        self.model.start_from(target)
+        heads.start_from(self.target)
+        return heads
 
-    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Returns the row numbers of each batch."""
-        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
+    def load(self, folder: Path) -> MedusaHeads:
+        """Returns the heads of a folder."""
+        own = self.model.config
+        return load_medusa(folder, own.hidden_size, own.vocab_size, device=self.device)
+
+    def save(self, folder: Path) -> None:
+        """Writes the heads with their measured accuracies."""
+        save_medusa(self.model, folder, self.accuracies())
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the discounted cross-entropy with the target's distribution, as the mean over
@@ -121,23 +97,9 @@ class MedusaTrainee:
             total = total + DISCOUNT**k * part
         return total, parts
 
-    def load(self, folder: Path) -> None:
-        """Starts from the heads of a folder.
-
-        Raises:
-            ValueError: If they have another shape.
-        """
-        own = self.model.config
-        old = load_medusa(folder, own.hidden_size, own.vocab_size, device=self.device)
-        if old.config != own:
-            raise ValueError(f"{folder.name} holds {old.config}; the new heads are {own}")
-        self.model.load_state_dict(old.state_dict())
-
     def validate(self) -> dict[str, float]:
         """Returns the mean accept length of the heads' best chain, and each head's accuracy."""
-        right = self.hits()[..., 0]
-        metrics = {f"head_{k}": float(own.float().mean()) for k, own in enumerate(right)}
-        return {"accept_length": float(right.cumprod(0).sum(0).float().mean()), **metrics}
+        return accept_metrics(self.hits()[..., 0], "head")
 
     @torch.inference_mode()
     def hits(self) -> Tensor:
@@ -151,10 +113,7 @@ class MedusaTrainee:
         """
         count, width = self.recipe.num_heads, min(RANKS, self.target.config.vocab_size)
         found = []
-        for rows in np.array_split(
-            self.valid[: self.recipe.validation_rows],
-            -(-min(len(self.valid), self.recipe.validation_rows) // self.recipe.batch),
-        ):
+        for rows in self.validation_batches():
             hidden, wanted = self._target(rows)
             size = hidden.shape[1] - count
             best = self.model(hidden[:, :size].flatten(0, 1)).topk(width).indices
@@ -177,38 +136,3 @@ class MedusaTrainee:
         positions = torch.arange(tokens.shape[1], device=self.device)
         hidden = self.target(tokens, positions, DenseAttention())
         return hidden, self.target.logits(hidden)
-
-
-def train_medusa(
-    target: LanguageModel,
-    train: NDArray[np.int64],
-    valid: NDArray[np.int64],
-    directory: Path,
-    options: TrainOptions,
-    recipe: MedusaRecipe | None = None,
-    console: Console | None = None,
-) -> TrainReport:
-    """Trains heads for a target and writes them with their measured accuracies.
-
-    Args:
-        target: The language model.
-        train: [n] int64 training tokens, preferably of the kind of text that the target writes.
-        valid: [n] int64 validation tokens.
-        directory: Folder that receives the heads.
-        options: Options of the run.
-        recipe: Sizes and settings; None means the defaults.
-        console: Where progress is printed; None means standard error.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        ValueError: If a text is too short, or the heads of `options.start_from` have another shape.
-    """
-    recipe = recipe or MedusaRecipe()
-    trainee = MedusaTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    if options.start_from is not None:
-        trainee.load(options.start_from)
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
-    save_medusa(trainee.model, directory, trainee.accuracies())
-    return report

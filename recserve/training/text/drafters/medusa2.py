@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor, nn
 
-from recserve.drafters.medusa.files import save_medusa
 from recserve.drafters.medusa.network import MedusaHeads
 from recserve.models.attention import DenseAttention
 from recserve.models.language_model import LanguageModel
@@ -89,7 +88,7 @@ class Medusa2Trainee:
         """
         self.recipe, self.heads, self.old = recipe, heads, old
         self.model = TargetWithHeads(heads.target, heads.model)
-        rows = self._validation_rows()
+        rows = self.heads.validation_batches()
         self.old_likelihood = sum(self._likelihood(old, part) for part in rows) / self._count
 
     def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
@@ -104,7 +103,7 @@ class Medusa2Trainee:
         """Returns the objective, the target's log-likelihood per token and its change by the
         training, and the heads' mean accept length and accuracies.
         """
-        rows, objective, likelihood = self._validation_rows(), 0.0, 0.0
+        rows, objective, likelihood = self.heads.validation_batches(), 0.0, 0.0
         for part in rows:
             objective -= float(self._loss(part).total) * len(part)
             likelihood += self._likelihood(self.heads.target, part)
@@ -138,10 +137,6 @@ class Medusa2Trainee:
         tokens = torch.from_numpy(rows).to(self.heads.device)
         with torch.inference_mode():
             return -float(_cross_entropy(_outputs(model, tokens)[1], tokens)) * len(rows)
-
-    def _validation_rows(self) -> list[NDArray[np.int64]]:
-        rows = self.heads.valid[: self.recipe.heads.validation_rows]
-        return np.array_split(rows, -(-len(rows) // self.recipe.heads.batch))
 
     @property
     def _count(self) -> int:
@@ -183,7 +178,7 @@ def train_medusa2(
     new = copy.deepcopy(target).float().requires_grad_(False)
     heads = MedusaTrainee(recipe.heads, new, train, valid, options.seed)
     if options.start_from is not None:
-        heads.load(options.start_from)
+        heads.start_from(options.start_from)
     checkpoint = directory / "checkpoint.safetensors"
     if not options.resume:
         checkpoint.unlink(missing_ok=True)  # of an earlier run, whose stage 2 is not this one's
@@ -203,7 +198,7 @@ def train_medusa2(
             "training more text, or more time for the heads",
             soft_wrap=True,
         )
-    save_medusa(heads.model, directory / HEADS, heads.accuracies())
+    heads.save(directory / HEADS)
     save_language_model(new.to(target.tokens.weight.dtype), directory / TARGET)
     if options.llm is not None:
         copy_tokenizer(options.llm, directory / TARGET)

@@ -18,14 +18,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 
 from recserve.drafters.eagle.network import Eagle
 from recserve.drafters.mtp.files import load_mtp, save_mtp
 from recserve.drafters.mtp.network import Mtp, MtpConfig, MtpModule
-from recserve.models.language_model import LanguageModel
-from recserve.training.options import TrainOptions, TrainReport
-from recserve.training.text.drafters.eagle import EagleRecipe, EagleTrainee
+from recserve.training.text.drafters.eagle import EagleTrainee
 
 
 class MtpTrainee(EagleTrainee):
@@ -34,7 +31,7 @@ class MtpTrainee(EagleTrainee):
     discount: ClassVar[float] = 0.6
 
     @torch.no_grad()
-    def _network(self, train: NDArray[np.int64]) -> Eagle | Mtp:
+    def new_network(self, train: NDArray[np.int64]) -> Eagle | Mtp:
         """Returns a module that begins with the weights of the target's last layer."""
         own = self.target.config
         decoder = replace(own.decoder, num_layers=1, dropout=0.0)
@@ -45,43 +42,13 @@ class MtpTrainee(EagleTrainee):
         block.norm.weight.copy_(self.target.decoder.norm.weight)
         size = decoder.hidden_size
         block.fc.weight[:, :size] += torch.eye(size)
-        return network
+        return network.to(self.device)
 
-    def _save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> None:
+        """Writes the module in DeepSeek's layout."""
         assert isinstance(self.model, Mtp)
         save_mtp(self.model, folder, self.target.config.decoder.num_layers)
 
-    def _load(self, folder: Path) -> Eagle | Mtp:
+    def load(self, folder: Path) -> Eagle | Mtp:
+        """Returns the module of a folder."""
         return load_mtp(folder, self.target)
-
-
-def train_mtp(
-    target: LanguageModel,
-    train: NDArray[np.int64],
-    valid: NDArray[np.int64],
-    directory: Path,
-    options: TrainOptions,
-    recipe: EagleRecipe | None = None,
-    console: Console | None = None,
-) -> TrainReport:
-    """Trains a module for a target and writes it in DeepSeek's layout.
-
-    Args:
-        target: The language model.
-        train: [n] int64 training tokens, preferably text that the target wrote.
-        valid: [n] int64 validation tokens.
-        directory: Folder that receives the module.
-        options: Options of the run.
-        recipe: Settings; None means the defaults.
-        console: Where progress is printed; None means standard error.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        ValueError: If a text is too short, or the module of `options.start_from` has another
-            shape.
-    """
-    recipe = recipe or EagleRecipe(kind="mtp")
-    trainee = MtpTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    return trainee.train_into(directory, options, console)

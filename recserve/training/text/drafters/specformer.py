@@ -9,14 +9,12 @@ Source: SpecFormer (arXiv 2511.20340), whose labels are the tokens of text that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
 from torch import Tensor, nn
 
 from recserve.drafters.specformer.files import (
@@ -28,11 +26,10 @@ from recserve.drafters.specformer.network import Specformer, SpecformerConfig
 from recserve.models.attention import DenseAttention
 from recserve.models.decoder import FINAL_LAYER, AuxHiddenStates
 from recserve.models.language_model import LanguageModel
-from recserve.training.loop import StepLoss, fit
-from recserve.training.options import TrainOptions, TrainReport
+from recserve.training.loop import StepLoss
 from recserve.training.schedule import Schedule
 from recserve.training.text.drafters.slot_loss import SlotLabels, SlotLoss
-from recserve.training.text.windows import shuffled_batches, windows
+from recserve.training.text.drafters.trainee import DrafterTrainee, accept_metrics
 
 
 @dataclass(frozen=True)
@@ -56,47 +53,28 @@ class SpecformerRecipe:
     schedule: Schedule = field(default_factory=lambda: Schedule(4, 1e-3, weight_decay=0.0))
 
 
-class SpecformerTrainee:
+class SpecformerTrainee(DrafterTrainee[SpecformerRecipe, Specformer]):
     """A SpecFormer network on a frozen target, for the training loop."""
 
-    selection = "accept_length"
-
-    def __init__(
-        self,
-        recipe: SpecformerRecipe,
-        target: LanguageModel,
-        train: NDArray[np.int64],
-        valid: NDArray[np.int64],
-        seed: int,
-    ) -> None:
-        """Splits the texts into rows and initialises the network.
-
-        Args:
-            recipe: Sizes and settings.
-            target: The frozen language model.
-            train: [n] int64 training tokens.
-            valid: [n] int64 validation tokens.
-            seed: Seed of weights and order.
-
-        Raises:
-            ValueError: If either text is shorter than a window, or the window is too short for the
-                slots.
-        """
+    def new_network(self, train: NDArray[np.int64]) -> Specformer:
+        """Returns a new network. Raises ValueError if a window is too short for the slots."""
+        recipe = self.recipe
         if recipe.window < recipe.num_slots + 2:
             raise ValueError(
                 f"window is {recipe.window}; {recipe.num_slots} slots need at least "
                 f"{recipe.num_slots + 2} tokens"
             )
-        self.recipe, self.target, self.seed = recipe, target, seed
-        self.device = target.tokens.weight.device
-        self.train, self.valid = (windows(text, recipe.window) for text in (train, valid))
-        torch.manual_seed(seed)
-        self.model = Specformer(specformer_config(recipe, target)).to(self.device)
-        self.slot_loss = SlotLoss(target, self.model.slots, recipe.num_slots, recipe.slot_rows)
+        network = Specformer(specformer_config(recipe, self.target)).to(self.device)
+        self.slot_loss = SlotLoss(self.target, network.slots, recipe.num_slots, recipe.slot_rows)
+        return network
 
-    def plan(self, epoch: int) -> Sequence[NDArray[np.int64]]:
-        """Returns the row numbers of each batch."""
-        return shuffled_batches(len(self.train), self.recipe.batch, self.seed, epoch)
+    def load(self, folder: Path) -> Specformer:
+        """Returns the network of a folder."""
+        return load_specformer(folder, self.target)
+
+    def save(self, folder: Path) -> None:
+        """Writes the network in the authors' layout."""
+        save_specformer(self.model, folder, self.target.config.decoder.num_layers)
 
     def loss(self, batch: NDArray[np.int64]) -> StepLoss:
         """Returns the loss of a batch, as the mean over slots and positions."""
@@ -113,9 +91,9 @@ class SpecformerTrainee:
         The labels are the target's likeliest tokens in the given text. So this is the accept length
         on text that the target wrote without draws.
         """
-        rows, hits = self.valid[: self.recipe.validation_rows], []
+        hits = []
         last = self.recipe.window - 1 - self.recipe.num_slots
-        for part in np.array_split(rows, -(-len(rows) // self.recipe.batch)):
+        for part in self.validation_batches():
             context, logits = self.context(part)
             said = logits.argmax(-1)
             for places in self.slot_loss.pieces(len(context), self.device):
@@ -124,9 +102,7 @@ class SpecformerTrainee:
                 states = self.model.slots(context[own])
                 guesses = [self.slot_loss.logits(slot).argmax(-1) for slot in states.unbind(1)]
                 hits.append(torch.stack([g == said[own + 1 + n] for n, g in enumerate(guesses)]))
-        right = torch.cat(hits, dim=1)
-        metrics = {f"slot_{number}": float(own.float().mean()) for number, own in enumerate(right)}
-        return {"accept_length": float(right.cumprod(0).sum(0).float().mean()), **metrics}
+        return accept_metrics(torch.cat(hits, dim=1), "slot")
 
     def context(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Returns the network's contexts [b T, E] and the target's logits [b T, V] of some rows."""
@@ -160,53 +136,3 @@ def specformer_config(recipe: SpecformerRecipe, target: LanguageModel) -> Specfo
     depth = target.config.decoder.num_layers
     layers = dict.fromkeys((0, depth // 2, depth - 1, FINAL_LAYER))
     return SpecformerConfig(one_layer(target), tuple(layers), recipe.num_slots)
-
-
-def train_specformer(
-    target: LanguageModel,
-    train: NDArray[np.int64],
-    valid: NDArray[np.int64],
-    directory: Path,
-    options: TrainOptions,
-    recipe: SpecformerRecipe | None = None,
-    console: Console | None = None,
-) -> TrainReport:
-    """Trains a network for a target and writes it in the authors' layout.
-
-    Args:
-        target: The language model.
-        train: [n] int64 training tokens, preferably text that the target wrote.
-        valid: [n] int64 validation tokens.
-        directory: Folder that receives the network.
-        options: Options of the run.
-        recipe: Sizes and settings; None means the defaults.
-        console: Where progress is printed; None means standard error.
-
-    Returns:
-        The report of the run.
-
-    Raises:
-        ValueError: If a text is too short, or the network of `options.start_from` has another
-            shape.
-    """
-    recipe = recipe or SpecformerRecipe()
-    trainee = SpecformerTrainee(recipe, target.requires_grad_(False), train, valid, options.seed)
-    if options.start_from is not None:
-        trainee.model.load_state_dict(_old_weights(options.start_from, target, trainee.model))
-    report = fit(trainee, recipe.schedule.with_options(options), options, directory, console)
-    save_specformer(trainee.model, directory, target.config.decoder.num_layers)
-    return report
-
-
-def _old_weights(folder: Path, target: LanguageModel, new: Specformer) -> dict[str, Tensor]:
-    """Returns the weights of an older network of the same shape.
-
-    Raises:
-        ValueError: If its configuration differs; the message names the field.
-    """
-    old = load_specformer(folder, target)
-    for name in (part.name for part in fields(SpecformerConfig)):
-        theirs, ours = getattr(old.config, name), getattr(new.config, name)
-        if theirs != ours:
-            raise ValueError(f"{folder.name}: {name} is {theirs}; the new network has {ours}")
-    return dict(old.state_dict())
