@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from recserve.extras import FAISS_FOR_CUDA, find_faiss, install_advice
 
 if TYPE_CHECKING:
     from recserve.engine.stats import EngineStats
+    from recserve.speculation.drafter import Drafter
 
 MIN_PYTHON = (3, 11)
 MIN_OPEN_FILES = 1024
@@ -286,28 +287,39 @@ def check_graphs(llm: Path, drafters: tuple[str, ...]) -> Finding:
     network, named = text.network, text.drafters
     if device.type != "cuda":
         none = f"none: steps are not captured on {device.type}"
-        return Finding("graphs", "ok", f"{none}; {vocabulary_limit(network.config.vocab_size)}")
+        limit = vocabulary_limit(network.config.vocab_size, named)
+        return Finding("graphs", "ok", f"{none}; {limit}")
     return describe_graphs(build_engine(EngineModels(text=network, drafters=named)).stats())
 
 
 def describe_graphs(stats: EngineStats) -> Finding:
     """Lists the captured steps and drafts with seconds and memory, and those that are not."""
     what = "steps and drafts" if stats.graph_drafts else "steps"
-    return _records("graphs", what, "nodes x texts", stats)
+    return _records("graphs", what, "steps: nodes x texts, drafts: levels x texts", stats)
 
 
-def vocabulary_limit(vocabulary: int) -> str:
-    """Names the steps that need too much memory for capture on a GPU with this vocabulary."""
+def vocabulary_limit(vocabulary: int, drafters: Mapping[str, Drafter]) -> str:
+    """Names the steps and drafts that need too much memory for capture on a GPU.
+
+    Args:
+        vocabulary: Tokens of the language model.
+        drafters: Its drafters, by name.
+    """
+    from recserve.engine.draft_graph import DraftLimits, draft_buckets
     from recserve.engine.text_step_graph import StepBucket, StepKind, TextStepLimits
 
-    limits = TextStepLimits()
-    found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
-    steps = [StepBucket(shape, StepKind(all_parameters=True)) for shape in limits.shapes]
+    limits, draft_limits = TextStepLimits(), DraftLimits()
+    captured = {name: own for name, d in drafters.items() if (own := d.capturable) is not None}
+    drafts, all_parameters = draft_buckets(captured, draft_limits), StepKind(all_parameters=True)
+    steps = [StepBucket(shape, all_parameters) for shape in limits.shapes]
     large = [step.name for step in steps if step.bytes(vocabulary) > limits.bytes]
+    large += [draft.name for draft in drafts if draft.bytes > draft_limits.bytes]
+    what = "steps and drafts" if drafts else "steps"
+    found = f"on a GPU, with a vocabulary of {vocabulary:,} tokens,"
     size = f"{limits.bytes / 2**20:.0f} MiB"
     if not large:
-        return f"{found} all steps fit into {size}"
-    return f"{found} steps of more than {size} are not captured: {', '.join(large)}"
+        return f"{found} all {what} fit into {size}"
+    return f"{found} {what} of more than {size} are not captured: {', '.join(large)}"
 
 
 def check_searches(path: Path) -> Finding:

@@ -128,11 +128,16 @@ class StepShape:
         return missing >= 0 and nodes + missing < self.nodes and depth <= self.depth
 
 
-# (nodes, texts) for plain decoding, drafts of about 8 nodes, and trees of 64 for few texts.
-BUCKETS = ((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (264, 32), (520, 8))
+# (nodes, texts) for plain decoding, drafts of 7 nodes, trees of 64 for few texts, and drafts of 1
+# and 3 nodes for 128. Texts that are missing count as a node.
+BUCKETS = (
+    *((2, 1), (16, 1), (16, 8), (40, 32), (72, 1), (72, 8), (72, 64), (136, 128), (264, 32)),
+    *((264, 128), (520, 8), (520, 64), (520, 128), (1032, 128)),
+)
 SHAPES = tuple(StepShape(nodes, texts, min(nodes - 2, 16)) for nodes, texts in BUCKETS)
 # Number of [T, V] float32 tensors that a step holds at once, with every parameter or with a rule
-# other than `sample` (test_capture_memory.py). Graphs share memory, so the largest decides.
+# other than `sample` (test_capture_memory.py). Graphs share memory, so the largest decides. The
+# logits that a step returns lie in one more, which all graphs share.
 TABLES = 10.25
 
 
@@ -192,7 +197,7 @@ class StepBucket:
     def bytes(self, vocabulary: int) -> int:
         """Returns the memory of the step's tensors that grow with the vocabulary."""
         plain = self.kind.rule == SAMPLE and not self.kind.all_parameters
-        return int(4 * vocabulary * self.shape.nodes * (1 if plain else TABLES))
+        return int(4 * vocabulary * self.shape.nodes * (1 + (1 if plain else TABLES)))
 
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
@@ -236,6 +241,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         model: LanguageModel,
         counts: TokenCounts,
         last_hidden: Tensor,
+        logits: Tensor,
         bucket: StepBucket,
         *,
         capacity: SamplingCapacity | None,
@@ -253,6 +259,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
             model: The language model.
             counts: Token counts of all rows.
             last_hidden: [R, E] receives the state at the last accepted token of each row's text.
+            logits: [R, V], R >= `shape.nodes`, receives the logits of all nodes.
             bucket: Most nodes, texts and levels, and the acceptance rule.
             capacity: Capacity for sampling parameters besides the temperature. None for texts whose
                 only parameter is the temperature, which the fused kernel draws.
@@ -266,6 +273,7 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         """
         self.runner, self.kv, self.model = runner, kv, model
         self.counts, self.last_hidden = counts, last_hidden
+        self.logits = logits[: bucket.shape.nodes]
         self.bucket, self.shape, self.rule = bucket, bucket.shape, bucket.kind.rule
         self.capacity, self.heads, self.draft_values = capacity, heads, draft_values
         self.mask_bits, self.readers, self.captured = mask_bits, readers, captured
@@ -323,7 +331,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
     def __call__(self) -> StepOutputs:
         """Runs the step on the loaded group.
 
-        Besides `text_step` it stores the last state of each text, and runs the heads.
+        Besides `text_step` it stores the last state of each text and all logits, and runs the
+        heads.
         """
         columns, table = self._columns, self._table
         trees = columns.trees
@@ -360,7 +369,8 @@ class TextStepGraph(CapturedGraph[StepOutputs]):
         accepted, texts = outputs.accepted, self.shape.sequences
         ends = hidden[accepted.nodes.gather(1, accepted.lengths[:, None])[:, 0]]
         self.last_hidden.index_copy_(0, columns.rows, ends)
-        outputs = replace(outputs, results=outputs.results[:texts])
+        self.logits.copy_(outputs.logits)
+        outputs = replace(outputs, results=outputs.results[:texts], logits=self.logits)
         if self.heads is None:
             return outputs
         ranked = self.heads.ranked(
@@ -464,11 +474,16 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
         self._parameter_check: tuple[SamplingTable | None, bool | None] = (None, None)
         self._readers = tuple(d for d in drafters.values() if d.reads_states)
         self._draws = any(drafter.draws for drafter in drafters.values())
-        self._most_drafted = max(shape.drafted for shape in limits.shapes)
         self._draft_values: Tensor | None = None
         words = num_words(vocabulary)
         self._mask_bits = torch.zeros(largest, words, dtype=torch.int32, device=weight.device)
         buckets = self._buckets(limits.shapes)
+        fitting = [bucket for bucket in buckets if bucket.bytes(vocabulary) <= limits.bytes]
+        drafted = (bucket.shape.drafted for bucket in fitting if bucket.kind.rule != SAMPLE)
+        self._most_drafted = max(drafted, default=0)
+        like = model.logits(weight.new_zeros(1, weight.shape[1]))
+        most = max((bucket.shape.nodes for bucket in fitting), default=0)
+        self._logits = like.new_empty(most, vocabulary)
         graphs = self.capture(buckets, self._build, lambda bucket: bucket.bytes(vocabulary)) or []
         graphs.sort(key=lambda graph: (graph.shape.nodes, graph.shape.sequences))
         self._by_kind: dict[StepKind, list[TextStepGraph]] = {b.kind: [] for b in buckets}
@@ -508,6 +523,7 @@ class TextStepGraphs(GraphSet[TextStepGraph]):
             self.model,
             self.token_counts,
             self._last_hidden,
+            self._logits,
             bucket,
             capacity=self.capacity if kind.all_parameters else None,
             heads=None if kind.drafter is None else self._heads[kind.drafter],

@@ -240,6 +240,15 @@ class Gauges:
     graph_bytes: Mapping[str, int] = _gauges(
         "recserve_graph_record_bytes", "Device memory of a captured CUDA graph, in bytes", "bucket"
     )
+    unrecorded: Sequence[str] = _figure(
+        Row(
+            "recserve_graph_missing",
+            "CUDA graphs that were not captured, as the log explains; always 1",
+            ("bucket",),
+            lambda names: (((name,), 1) for name in names),
+        ),
+        default=(),
+    )
     build: Mapping[str, str] = _figures(
         Row(
             "recserve_build_info",

@@ -37,6 +37,7 @@ FULL = Gauges(
     graph_prefills={"replayed": 3},
     graph_seconds={"4x2": 0.5},
     graph_bytes={"4x2": 1024},
+    unrecorded=["9x2"],
     background=4,
     running=2,
     build={"version": "1", "torch": "2", "device": "cpu", "isa": "avx2"},
@@ -54,7 +55,7 @@ def test_the_engines_page_stays_as_it_is(name, gauges):
 
 def test_a_new_figure_needs_its_statistic_and_its_row_alone():
     """Each statistic under the name of a field is shown; a field without one keeps its default."""
-    stats = SimpleNamespace(queue_depth=5, graph_steps={"drawn": 2}, unrecorded=["4x2"])
+    stats = SimpleNamespace(queue_depth=5, graph_steps={"drawn": 2}, pages_free=3)
     gauges = Gauges.of(stats, illegal_items=1)
     assert gauges == Gauges(queue_depth=5, graph_steps={"drawn": 2}, illegal_items=1)
     page = Metrics((), (), lambda: gauges).page().decode()

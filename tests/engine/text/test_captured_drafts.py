@@ -16,7 +16,7 @@ from recserve.drafters.shared.feature_network import LayerView
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.draft_graph import DraftBucket, DraftGraph, DraftGraphs, DraftLimits
 from recserve.engine.text_scheduler import TextScheduler
-from recserve.engine.text_step_graph import StepShape, TextStepGraphs, TextStepLimits
+from recserve.engine.text_step_graph import SHAPES, StepShape, TextStepGraphs, TextStepLimits
 from recserve.engine.text_trees import CapturedDrafts
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.drafter import READ, DraftPlan
@@ -34,6 +34,7 @@ from tests.support.text_engines import (
     engine_for,
     prompts,
     shared_model,
+    undrafted,
 )
 from tests.support.text_plain import drawn_model
 
@@ -71,12 +72,12 @@ MAKERS = {
 STATIC = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
 
 
-def engine_with(model, drafter, recorder, pages, texts=(4,), steps=()):
+def engine_with(model, drafter, recorder, pages, texts=(4,), steps=(), **config):
     """Returns an engine with poison in its pools. Its drafts are captured if there is a recorder,
     and its steps if there are shapes of them.
     """
     drafters = {drafter.name: drafter}
-    engine = engine_for(model, pages, drafters, graphs=False)
+    engine = engine_for(model, pages, drafters, graphs=False, **config)
     lane = engine.schedulers["text"]
     drafts = graphs = captured = None
     forever = {"seconds": float("inf")}
@@ -273,6 +274,27 @@ def test_replayed_steps_read_drafts_where_they_lie(kind):
     stats = engine.stats()
     assert stats.graph_steps["replayed"] > 5 and stats.graph_drafts["replayed"] > 5
     assert stats.graph_drafts["size"] == stats.graph_drafts["form"] == 0
+
+
+@pytest.mark.parametrize("count", [72, pytest.param(128, marks=pytest.mark.slow)])
+@torch.inference_mode()
+def test_many_texts_replay_by_default(count):
+    """Up to 128 texts with seven nodes each: a step is one replay, and their drafts are two."""
+    model, drawn = shared_model(), SamplingParams(0.8, max_tokens=5)
+    drafter = MAKERS["eagle3"](model, seed=3, width=2, depth=2, num_nodes=7)
+    requests = [
+        TextQuery(prompt, replace(drawn, seed=number), Speculation(drafter.name))
+        for number, prompt in enumerate(prompts(count, low=2, high=5))
+    ]
+    wanted = undrafted(model, requests)
+    engine = engine_with(
+        model, drafter, EagerRecorder(), 8 * count, DraftLimits().texts, SHAPES, max_running=128
+    )
+    answers, stats = engine.run_many(requests), engine.stats()
+    assert [answer.tokens.tolist() for answer in answers] == wanted
+    assert stats.graph_drafts["replayed"] >= 2 * stats.graph_steps["replayed"] > 2
+    for counts in (stats.graph_steps, stats.graph_drafts):
+        assert {name for name, count in counts.items() if count} <= {"replayed", "prompt"}
 
 
 @pytest.mark.parametrize("kind", chosen(list(MAKERS), "eagle3", "dspark-rnn", "specformer"))

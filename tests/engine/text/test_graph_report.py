@@ -9,7 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from recserve.cli import doctor
 from recserve.drafters.draft_model.drafter import ModelDrafter
 from recserve.engine.beam_search_graph import SearchShape
+from recserve.engine.capture import EagerRecorder
+from recserve.engine.draft_graph import DraftGraphs, DraftLimits
 from recserve.engine.text_step_graph import StepShape
+from recserve.engine.text_trees import CapturedDrafts
 from recserve.metrics import Metrics
 from recserve.service.service import gauges_of
 from recserve.speculation.completion import TextQuery
@@ -17,7 +20,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import recommending
 from tests.support.recorded_searches import with_searches
 from tests.support.recorded_steps import Counted, with_graphs
-from tests.support.text_engines import engine_for, prompts
+from tests.support.text_engines import eagle, engine_for, prompts
 from tests.support.text_plain import VOCABULARY, drawn_model
 
 SHAPES = (StepShape(4, 2, 1), StepShape(9, 2, 4))
@@ -65,6 +68,7 @@ def test_metrics_name_the_buckets(engine):
     assert set(found["recserve_graph_record_seconds"]) == buckets
     assert set(found["recserve_graph_record_bytes"]) == buckets
     assert all(seconds > 0 for seconds in found["recserve_graph_record_seconds"].values())
+    assert "recserve_graph_missing" not in found
     results = ("replayed", "prompt", "drawn", "parameters", "size", "rule")
     assert set(found["recserve_graph_steps_total"]) == {(name,) for name in results}
 
@@ -84,6 +88,27 @@ def test_metrics_name_the_searches(force_kernels):
     for name in ("beam 2x8", "nezha 2x8", "beam 1x8 filtered", "nezha 1x8 filtered"):
         assert f'recserve_graph_record_seconds{{bucket="{name}"}}' in page
     assert "recserve_graph_steps_total{" not in page
+
+
+def test_metrics_and_doctor_name_what_does_not_fit():
+    """Of a captured drafter: what its limit of memory leaves out."""
+    model = drawn_model(1)
+    drafter = eagle(model, fused=True, width=8, depth=2)
+    most = 8 * drafter.min_bytes(drafter.forms[0], greedy=True) - 1
+    engine = engine_for(model, drafters={"eagle": drafter})
+    scheduler = engine.schedulers["text"]
+    place = CapturedDrafts.allocate(len(scheduler.kv.slots), 64, scheduler.kv.slots.device)
+    limits = DraftLimits((1, 8), seconds=float("inf"), bytes=most)
+    scheduler.drafts = DraftGraphs(
+        scheduler.kv, model, {"eagle": drafter}, place, limits, EagerRecorder()
+    )
+    stats = engine.stats()
+    page = Metrics((), (), lambda: gauges_of(stats)).page().decode()
+    assert page.count("recserve_graph_missing{") == 1
+    assert 'recserve_graph_missing{bucket="eagle tree 2x8"} 1.0' in page
+    assert 'recserve_graph_record_bytes{bucket="eagle tree 2x8+"}' in page
+    finding = doctor.describe_graphs(stats)
+    assert finding.state == "warn" and finding.detail.endswith("says why: eagle tree 2x8")
 
 
 def test_nothing_is_said_where_nothing_is_recorded():
@@ -142,12 +167,23 @@ def test_the_doctor_tells_of_a_gpu_without_one(weighs, count):
 
 
 def test_the_doctor_says_which_vocabulary_is_too_large():
-    """520 nodes of 10.25 tables of float32: 21,320 bytes a token of 2 GiB."""
-    assert "all steps fit into 2048 MiB" in doctor.vocabulary_limit(32_000)
-    said = doctor.vocabulary_limit(151_936)
-    assert said.endswith("steps of more than 2048 MiB are not captured: 520x8+")
-    assert "all steps" in doctor.vocabulary_limit(100_725)
-    assert "520x8+" in doctor.vocabulary_limit(100_727)
+    """1,032 nodes of 11.25 tables of float32: 46,440 bytes a token of 2 GiB."""
+    assert "all steps fit into 2048 MiB" in doctor.vocabulary_limit(32_000, {})
+    said, large = doctor.vocabulary_limit(151_936, {}), "520x8+, 520x64+, 520x128+, 1032x128+"
+    assert said.endswith(f"steps of more than 2048 MiB are not captured: {large}")
+    assert "all steps" in doctor.vocabulary_limit(46_242, {})
+    assert doctor.vocabulary_limit(46_243, {}).endswith(": 1032x128+")
+
+
+def test_the_doctor_says_which_drafts_are_too_large():
+    """64 texts with eight rows of a level, in three tables of float32: 6,144 bytes a token."""
+    drafter, said = eagle(drawn_model(1), fused=True, width=8), []
+    for words in (349_525, 349_526):
+        config = drafter.network.config
+        drafter.network.config = replace(config, vocab_size=words, draft_vocab_size=words)
+        said.append(doctor.vocabulary_limit(1000, {"eagle": drafter}))
+    assert said[0].endswith("all steps and drafts fit into 2048 MiB")
+    assert said[1].endswith(f"not captured: eagle tree {drafter.depth}x64, eagle tree 2x64")
 
 
 def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):

@@ -171,9 +171,9 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     """Of those that are verified by rejection; after all records of `sample`, before those of texts
     with rules of their own, and in one place for probs.
     """
-    model, wanted = shared_model(), []
+    model, wanted, sampled = shared_model(), [], 2 * len(ALL)
     scheduler = engine_for(model).schedulers["text"]
-    limits = TextStepLimits(ALL, seconds=float("inf"), bytes=18 * 2**30)
+    limits = TextStepLimits(ALL, seconds=float("inf"), bytes=sampled * 2**30)
 
     class Large(EagerRecorder):
         def __call__(self, step):
@@ -190,14 +190,15 @@ def test_buckets_that_chains_cannot_fill_are_left_out():
     assert [made.bucket.name for made in drawn] == ["16x1 rejection"]
     graphs = made_by(TextStepLimits(ALL, seconds=float("inf"), bytes=2**40))
     drawn = [made for made in graphs.captured if made.bucket.kind.rule == "rejection"]
-    sizes = ["16x1", "16x8", "40x32", "72x8", "72x64", "264x32"]
+    sizes = ["16x1", "16x8", "40x32", "72x8", "72x64", "136x128", "264x32", "264x128"]
+    sizes += ["520x64", "520x128", "1032x128"]
     assert [made.bucket.name for made in drawn] == [
         *(f"{size} rejection" for size in sizes),
         *(f"{size}+ rejection" for size in sizes),
     ]
-    assert all(step.draft_values is None for step in wanted[:18])
+    assert all(step.draft_values is None for step in wanted[:sampled])
     assert {made.draft_values.data_ptr() for made in drawn} == {graphs._draft_values.data_ptr()}
-    assert graphs._draft_values.shape == (511, VOCABULARY)
+    assert graphs._draft_values.shape == (903, VOCABULARY)
 
 
 class DeviceDrafts(Drafter):
