@@ -17,15 +17,13 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_record, regular_file
+from recserve.files import read_record
 from recserve.models.config import MAX_ROWS, check_number
 from recserve.models.recommender import Recommender
 from recserve.models.semantic_id_model import SemanticIdModel, item_tables
-from recserve.models.weight_check import check_weights
+from recserve.models.weight_check import check_weights, read_weights
 from recserve.models.write_tensors import write_tensors
 
 
@@ -158,8 +156,8 @@ def load_retriever(directory: Path | str, recommender: SemanticIdModel) -> Dense
     folder = Path(directory)
     try:
         config = read_record(folder / "config.json", RetrieverConfig)
-        weights = load_file(regular_file(folder / "model.safetensors"))
-    except (OSError, ValueError, SafetensorError) as error:
+        weights = read_weights(folder / "model.safetensors")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no usable dense retriever: {error}") from error
     wanted = recommender.config.decoder.hidden_size
     if config.hidden_size != wanted:

@@ -22,12 +22,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.numpy import save_file
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import UnreadableFile, read_arrays, read_record, regular_file, whole_file
+from recserve.files import UnreadableFile, read_arrays, read_record, whole_file
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native import LevelCodes, NativeDescent
 from recserve.models.config import MAX_CODES, MAX_HISTORY, DecoderConfig
@@ -36,7 +34,7 @@ from recserve.models.packing import PackedLinear, pack_weights, packable
 from recserve.models.prefix_template import CodeTable, Ints
 from recserve.models.recommender import Recommender, is_imported, load_recommender
 from recserve.models.scoring import Rule, Scoring
-from recserve.models.weight_check import check_weights
+from recserve.models.weight_check import check_weights, read_weights
 from recserve.models.write_tensors import write_tensors
 
 PROMPT = "prompt.safetensors"
@@ -386,10 +384,7 @@ def load_imported(directory: Path, device: torch.device | str = "cpu") -> Import
     """Reads what `save_imported` wrote, in eval mode. Raises ValueError naming the file."""
     config = read_record(directory / "config.json", ImportedConfig)
     path = directory / "model.safetensors"
-    try:
-        weights = load_file(regular_file(path))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    weights = read_weights(path)
     check_weights(ImportedModel, config, weights, path)
     with torch.device("meta"):
         model = ImportedModel(config)

@@ -24,17 +24,15 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import parse_record, read_json_object, regular_file
+from recserve.files import parse_record, read_json_object
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.linear.panels import Panels
 from recserve.kernels.trie.native import LevelCodes, NativeDescent, RecurrentCell
 from recserve.models.recommender import Recommender
 from recserve.models.semantic_id_model import SemanticIdModel
-from recserve.models.weight_check import check_weights
+from recserve.models.weight_check import check_weights, read_weights
 from recserve.models.write_tensors import write_tensors
 
 RECURRENT = "recurrent"  # the only kind of head; older bundles may name another
@@ -290,8 +288,8 @@ def load_self_draft(directory: Path | str, target: SemanticIdModel) -> SelfDraft
             raise ValueError(f"calibration is {plans!r:.80}; expected an object or null")
         calibration = None if plans is None else Calibration.from_dict(plans)
         config = parse_record(values, SelfDraftConfig)
-        weights = load_file(regular_file(folder / "model.safetensors"))
-    except (OSError, ValueError, SafetensorError) as error:
+        weights = read_weights(folder / "model.safetensors")
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no usable self-draft head: {error}") from error
     wanted = SelfDraftConfig(target.config.decoder.hidden_size, target.config.codebook_sizes)
     if replace(config, placeholders=False) != wanted:

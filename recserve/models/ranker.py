@@ -17,18 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_record, regular_file, whole_file
+from recserve.files import read_record, whole_file
 from recserve.models.attention import Attend
 from recserve.models.config import MAX_ROWS, MOST, NORM_EPS, check_number
 from recserve.models.decoder import Silu
 from recserve.models.growable_table import with_rows
 from recserve.models.inputs import NodeInputs
 from recserve.models.packing import pack_layers, pack_weights
-from recserve.models.weight_check import check_weights
+from recserve.models.weight_check import check_weights, read_weights
 from recserve.models.write_tensors import write_tensors
 
 PROFILE, LONG, RECENT, CANDIDATE = range(4)
@@ -331,8 +329,8 @@ def load_ranker(
     folder = Path(directory)
     try:
         config = read_record(folder / CONFIG_FILE, RankerConfig)
-        weights = load_file(regular_file(folder / WEIGHTS_FILE))
-    except (OSError, ValueError, SafetensorError) as error:
+        weights = read_weights(folder / WEIGHTS_FILE)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{folder} holds no usable ranker: {error}") from error
     check_weights(Ranker, config, weights, folder / WEIGHTS_FILE)
     model = Ranker(config)

@@ -14,11 +14,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_json_object, read_record, regular_file
+from recserve.files import read_json_object, read_record
 from recserve.kernels.backend import Backend, backend_of
 from recserve.kernels.trie.native import LevelCodes, NativeDescent
 from recserve.models.attention import Attend
@@ -29,7 +27,7 @@ from recserve.models.history_bonus import HistoryBonus, load_history_bonus
 from recserve.models.level_heads import LevelHead, LevelTables, stack_heads
 from recserve.models.packing import PackedLinear, pack_layers, pack_weights, packable
 from recserve.models.prefix_template import BOS, HistoryTemplate
-from recserve.models.weight_check import check_weights
+from recserve.models.weight_check import check_weights, read_weights
 from recserve.models.write_tensors import write_tensors
 
 IMPORTED = "imported"  # field of a config.json that models/imported_model.py reads
@@ -359,10 +357,7 @@ def load_recommender(
         )
     config = read_record(directory / "config.json", RecommenderConfig)
     path = directory / "model.safetensors"
-    try:
-        weights = load_file(regular_file(path))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    weights = read_weights(path)
     if config.tied and (embedding := weights.get("tokens.weight")) is not None:
         weights.setdefault("head.weight", embedding)  # the file of a tied model has none
     check_weights(Recommender, config, weights, path)

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recserve.files import read_record, regular_file
+from recserve.files import read_record
 from recserve.models.attention import DenseAttention
 from recserve.models.config import MAX_ROWS, MOST
-from recserve.models.weight_check import check_weights
+from recserve.models.weight_check import check_weights, read_weights
 from recserve.models.write_tensors import write_tensors
 
 
@@ -184,10 +182,7 @@ def load_sasrec(
     directory = Path(directory)
     config = read_record(directory / "config.json", SasRecConfig)
     path = directory / "model.safetensors"
-    try:
-        weights = load_file(regular_file(path))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    weights = read_weights(path)
     check_weights(SasRec, config, weights, path)
     model = SasRec(config)
     model.load_state_dict(weights)

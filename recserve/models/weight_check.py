@@ -1,4 +1,4 @@
-"""Checks loaded weights: names and sizes as the configuration says, no NaN, no infinity."""
+"""Reads weights and checks them: names and sizes as the configuration says, no NaN, no infinity."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from recserve.files import regular_file
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a safetensors file. Raises ValueError if it is none."""
+    try:
+        return load_file(regular_file(path))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
 def largest(weight: Tensor) -> float:
