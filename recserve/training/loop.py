@@ -190,7 +190,7 @@ class _Run(Generic[Batch]):
     def _epochs(self) -> str:
         """Trains epoch by epoch. Returns why it ended."""
         state, stopped = self.state, "epochs"
-        with self._progress() as progress:
+        with progress_bar(self.console) as progress:
             for epoch in range(state.epoch, self.schedule.epochs):
                 finished = self._epoch(epoch, progress)
                 line = _line(self.state.history[-1], self.schedule.epochs)
@@ -320,17 +320,19 @@ class _Run(Generic[Batch]):
         """Returns the seconds since this run began, without the runs that it resumes."""
         return self.limit.now() - self.began
 
-    def _progress(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
+
+def progress_bar(console: Console) -> Progress:
+    """Returns a bar whose tasks have a field `shown`; it shows nothing but on a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def _line(record: EpochRecord, epochs: int) -> str:

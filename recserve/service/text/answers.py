@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from msgspec import UNSET, structs
 
@@ -29,15 +30,26 @@ LOWEST = -9999.0
 Table = Sequence[bytes]
 
 
-class Shape(Protocol):
+class Shape(ABC):
     """The response format of a route.
+
+    Args:
+        table: Bytes of each token.
+        logprobs: True to report log-probabilities.
+        sources: True to report the source of each token in chunks.
 
     Attributes:
         prefix: First part of a response's id.
     """
 
-    prefix: str
+    prefix: ClassVar[str]
 
+    def __init__(self, table: Table, logprobs: bool, sources: bool = False) -> None:
+        self.table = table
+        self.logprobs = logprobs
+        self.sources = sources
+
+    @abstractmethod
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """Builds the whole response.
 
@@ -45,8 +57,8 @@ class Shape(Protocol):
             head: Fields that every response and chunk begins with.
             streams: All texts, ended.
         """
-        ...
 
+    @abstractmethod
     def chunk(self, head: dict[str, Any], pieces: Sequence[Piece]) -> TextResponse:
         """Builds a chunk.
 
@@ -54,24 +66,12 @@ class Shape(Protocol):
             head: Fields that every response and chunk begins with.
             pieces: PieceQueue of texts; empty for a chunk that only has token counts.
         """
-        ...
 
 
-class CompletionShape:
-    """The response format of /v1/completions.
-
-    Args:
-        table: Bytes of each token.
-        logprobs: True to report log-probabilities.
-        sources: True to report the source of each token in chunks.
-    """
+class CompletionShape(Shape):
+    """The response format of /v1/completions."""
 
     prefix = "cmpl"
-
-    def __init__(self, table: Table, logprobs: bool, sources: bool = False) -> None:
-        self.table = table
-        self.logprobs = logprobs
-        self.sources = sources
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """Builds the whole response."""
@@ -129,21 +129,10 @@ class CompletionShape:
         return CompletionLogprobs(names, chosen, top, [written.offset for written in tokens])
 
 
-class ChatShape:
-    """The response format of /v1/chat/completions.
-
-    Args:
-        table: Bytes of each token.
-        logprobs: True to report log-probabilities.
-        sources: True to report the source of each token in chunks.
-    """
+class ChatShape(Shape):
+    """The response format of /v1/chat/completions."""
 
     prefix = "chatcmpl"
-
-    def __init__(self, table: Table, logprobs: bool, sources: bool = False) -> None:
-        self.table = table
-        self.logprobs = logprobs
-        self.sources = sources
 
     def answer(self, head: dict[str, Any], streams: Sequence[TextStream]) -> TextResponse:
         """Builds the whole response."""

@@ -22,7 +22,6 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
@@ -34,6 +33,7 @@ from recserve.service.text.loader import unite_end_tokens
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams
 from recserve.tokenizer.tokenizer import TextTokenizer
+from recserve.training.loop import progress_bar
 from recserve.training.text.distilled_text import (
     FORMAT,
     SCHEMA,
@@ -164,16 +164,7 @@ class TokenProgress:
         """Starts with no tokens of `total`."""
         self.console, self.total, self.done = console, total, 0
         self.began = self.told = time.monotonic()
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self.bar = progress_bar(console)
         self.task = self.bar.add_task("writing", total=total, shown="")
 
     def __enter__(self) -> Self:
