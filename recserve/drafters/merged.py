@@ -17,7 +17,6 @@ import torch
 
 from recserve.drafters.shared.draft_tree import ROOT, DraftTree
 from recserve.drafters.shared.limits import allowed, only_chains
-from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE
 from recserve.models.adapters import DecoderAdapter
@@ -49,10 +48,10 @@ class MergedDrafter(Drafter):
     all are merged as chosen.
 
     Args:
-        sources: At least two drafters, of which at most one reads the target's states.
+        sources: At least two drafters.
 
     Raises:
-        ValueError: If there are fewer than two sources, or several read the target's states.
+        ValueError: If there are fewer than two sources.
     """
 
     def __init__(self, sources: Seq[Drafter]) -> None:
@@ -62,22 +61,19 @@ class MergedDrafter(Drafter):
         self.draws = any(source.draws for source in sources)
         self.takes_tree = any(source.takes_tree for source in sources)
         self._parts: dict[int, list[Part]] = {}
-        readers = [source for source in self.sources if source.reads_states]
-        if len(readers) > 1:
-            names = " and ".join(repr(source.name) for source in readers)
-            raise ValueError(
-                f"{names} each read the target's states; join at most one such drafter"
-            )
-        self._reader = readers[0] if readers else None
-        if self._reader is not None:
-            self.reads_states, self.hidden_layers = True, self._reader.hidden_layers
-            self.kv_shape = self._reader.kv_shape
-            self.scratch_slots = self._reader.scratch_slots
+        self._readers = [source for source in self.sources if source.reads_states]
+        self.reads_states = bool(self._readers)
+        self.hidden_layers = tuple(n for source in self._readers for n in source.hidden_layers)
 
     @property
     def always_draws(self) -> bool:
         """True if all sources draw. A drawn and a chosen draft are merged as chosen."""
         return all(source.always_draws for source in self.sources)
+
+    @property
+    def parts(self) -> Seq[Drafter]:
+        """The parts of all sources."""
+        return [part for source in self.sources for part in source.parts]
 
     @property
     def ranked_heads(self) -> RankedHeads | None:
@@ -97,15 +93,17 @@ class MergedDrafter(Drafter):
             adapter = source.adapt_target(adapter)
         return adapter
 
-    def attach(self, pool: KVPool) -> None:
-        """Passes the pool to the source that reads the target's states."""
-        if self._reader is not None:
-            self._reader.attach(pool)
-
     def read(self, parts: Seq[StateSpan]) -> None:
-        """Passes the states to the source that reads them."""
-        if self._reader is not None:
-            self._reader.read(parts)
+        """Passes its layers' states to each source that reads states."""
+        total, first = max(len(self.hidden_layers), 1), 0
+        for source in self._readers:
+            stop = first + len(source.hidden_layers)
+            own = []
+            for part in parts:
+                size = part.states.shape[1] // total
+                own.append(replace(part, states=part.states[:, first * size : stop * size]))
+            source.read(own)
+            first = stop
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Returns one tree per context."""

@@ -203,7 +203,7 @@ def _runner(
 ) -> Runner:
     """Returns a runner, and gives drafters with keys and values of their own a pool beside its."""
     size, dtype = config.page_size, pool_dtype(config.kv_dtype, adapter.dtype)
-    own = [(drafter, drafter.kv_shape) for drafter in drafters]
+    own = [(part, part.kv_shape) for drafter in drafters for part in drafter.parts]
     slot_bytes = adapter.kv_shape.slot_bytes(dtype)
     slot_bytes += sum(shape.slot_bytes(adapter.dtype) for _, shape in own if shape is not None)
     assert config.kv_bytes != "auto"

@@ -118,6 +118,7 @@ def draft_buckets(
 
 
 Array = TypeVar("Array", Tensor, NDArray[np.int64])
+NUM_COLUMNS = 11  # of one number for each text
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class _DraftColumns(Generic[Array]):
     """Views of one int64 buffer. All fields but the last are as in `DraftInputs`.
 
     Attributes:
-        temperatures: [B] bits of float64.
+        temperatures: [B] bits of float64, like `top_p` and `min_p`.
         new_known: [B] 0 or 1.
         new_tokens: [B, S].
         new_nodes: [B, S] rows of the new states among those of the last step.
@@ -134,6 +135,9 @@ class _DraftColumns(Generic[Array]):
     rows: Array
     lengths: Array
     temperatures: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
     seeds: Array
     depths: Array
     num_nodes: Array
@@ -145,10 +149,11 @@ class _DraftColumns(Generic[Array]):
     @staticmethod
     def of(block: Array, texts: int) -> _DraftColumns[Array]:
         """Returns the columns of a buffer for this many texts."""
-        new: int = (block.shape[0] - 8 * texts) // 2
-        bounds: list[int] = [0, *accumulate([texts] * 8 + [new] * 2)]
+        new: int = (block.shape[0] - NUM_COLUMNS * texts) // 2
+        bounds: list[int] = [0, *accumulate([texts] * NUM_COLUMNS + [new] * 2)]
         parts = [block[start:stop] for start, stop in pairwise(bounds)]
-        return _DraftColumns(*parts[:8], *[part.reshape(texts, -1) for part in parts[8:]])
+        states = [part.reshape(texts, -1) for part in parts[NUM_COLUMNS:]]
+        return _DraftColumns(*parts[:NUM_COLUMNS], *states)
 
 
 @dataclass(frozen=True)
@@ -191,13 +196,14 @@ class DraftGraph(CapturedGraph[None]):
         """
         self.drafter, self.table, self.captured, self.bucket = drafter, table, captured, bucket
         texts, new = bucket.texts, drafter.most_new_states
-        size = texts * (8 + 2 * new)
+        size = texts * (NUM_COLUMNS + 2 * new)
         # Not pinned: the driver stages such a copy, so the next load may overwrite it at once.
         self._host = torch.zeros(size, dtype=torch.int64)
         self._block = torch.zeros(size, dtype=torch.int64, device=table.device)
         self._host_columns = _DraftColumns.of(self._host.numpy(), texts)
         self._columns = _DraftColumns.of(self._block, texts)
         self._states = states[:, : texts * new]
+        self._state_size = states.shape[0] * states.shape[2]
         self.load([])
 
     def load(self, texts: Seq[_PlannedText]) -> None:
@@ -210,9 +216,12 @@ class DraftGraph(CapturedGraph[None]):
         columns.new_nodes[:] = 0  # any state; those that no text has are not read
         columns.rows[:count] = [context.row for context in contexts]
         columns.lengths[:count] = [len(context.tokens) for context in contexts]
-        columns.seeds[:count] = [context.params.seed for context in contexts]
-        temperatures = [context.params.temperature for context in contexts]
-        columns.temperatures.view(np.float64)[:count] = temperatures
+        params = [context.params for context in contexts]
+        columns.seeds[:count] = [p.seed for p in params]
+        columns.temperatures.view(np.float64)[:count] = [p.temperature for p in params]
+        columns.top_k[:count] = [p.top_k for p in params]
+        columns.top_p.view(np.float64)[:count] = [p.top_p for p in params]
+        columns.min_p.view(np.float64)[:count] = [p.min_p for p in params]
         columns.num_nodes[:count] = [text.plan.num_nodes for text in texts]
         columns.depths[:count] = [text.plan.depth for text in texts]
         for place, (text, context) in enumerate(zip(texts, contexts, strict=True)):
@@ -233,12 +242,15 @@ class DraftGraph(CapturedGraph[None]):
         """Reads the loaded states, and writes the drafts."""
         columns, (texts, new) = self._columns, self._columns.new_tokens.shape
         real = torch.arange(new, device=self.table.device) < columns.new_counts[:, None]
-        states = self._states.transpose(0, 1).reshape(texts, new, -1)
+        states = self._states.transpose(0, 1).reshape(texts, new, self._state_size)
         inputs = DraftInputs(
             table=self.table,
             rows=columns.rows,
             lengths=columns.lengths,
             temperatures=columns.temperatures.view(torch.float64).float(),
+            top_k=columns.top_k,
+            top_p=columns.top_p.view(torch.float64).float(),
+            min_p=columns.min_p.view(torch.float64).float(),
             seeds=columns.seeds,
             depths=columns.depths,
             num_nodes=columns.num_nodes,

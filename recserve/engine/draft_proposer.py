@@ -15,6 +15,7 @@ from recserve.core.plugins import request_error
 from recserve.drafters.none import NoDrafter
 from recserve.engine.draft_graph import DraftGraphs
 from recserve.engine.runner import Runner
+from recserve.engine.scheduler import Chunk
 from recserve.engine.text_sequence import NO_BUDGET, TextSequence
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import root_branch
@@ -101,12 +102,37 @@ class DraftProposer:
         Returns:
             Each text whose drafter raised an error, with the error.
         """
-        calls: dict[int, tuple[Drafter, list[TextSequence], list[StateSpan]]] = {}
         waits = may_wait and self.graphs is not None
-        for sequence in texts:
-            if waits and sequence.waiting is not None:
-                continue
-            part = sequence.take_unread(sequence.num_computed - without_last)
+        return self._read(
+            [
+                (sequence, sequence.take_unread(sequence.num_computed - without_last))
+                for sequence in texts
+                if not (waits and sequence.waiting is not None)
+            ]
+        )
+
+    def read_ahead(self, chunks: Seq[Chunk[TextSequence]]) -> list[Refusal]:
+        """Passes the next tokens of prompts to the drafters that read the states of no layer.
+
+        Such a drafter drafts in the step that computes the end of a prompt.
+
+        Args:
+            chunks: What this step computes of each prompt.
+
+        Returns:
+            As `read`.
+        """
+        found = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.drafter.reads_states and not sequence.drafter.hidden_layers:
+                found.append((sequence, sequence.take_ahead(sequence.num_computed + chunk.size)))
+        return self._read(found)
+
+    def _read(self, found: Seq[tuple[TextSequence, StateSpan | None]]) -> list[Refusal]:
+        """Passes on what was found. Returns as `read`."""
+        calls: dict[int, tuple[Drafter, list[TextSequence], list[StateSpan]]] = {}
+        for sequence, part in found:
             if part is not None:
                 drafter = sequence.drafter
                 own = calls.setdefault(id(drafter), (drafter, [], []))

@@ -274,6 +274,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
         self._preempt_for_pages()
         self._end(self._proposer.read(self.running, may_wait=True))
         parts = chunks(self.running, self.limits.prefill_tokens)
+        self._end(self._proposer.read_ahead(parts))
         groups = self._groups(parts)
         return [part for part in parts if part.sequence.pages], groups
 
@@ -282,7 +283,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
 
         Only the last state is read, unless the drafter reads all of them.
         """
-        sequence = chunk.sequence
+        sequence, drafter = chunk.sequence, chunk.sequence.drafter
         slots, start = sequence.slots, sequence.num_computed
         stop = start + chunk.size
         tokens = on_device(sequence.context.tokens[start:stop], slots.device)
@@ -292,7 +293,7 @@ class TextScheduler(Scheduler[TextSequence, TextGroup]):
             slots[start:stop],
             self.kv.before([sequence], [start]),
             inputs=NodeInputs(tokens),
-            num_states=None if sequence.drafter.reads_states else 1,
+            num_states=None if drafter.reads_states and drafter.hidden_layers else 1,
         )
 
     def tree_batch(self, trees: TextGroup) -> TreeBatch:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -139,6 +140,17 @@ class TextSequence(Sequence):
         first, start = self.num_read, self.num_computed - len(self.states)
         self.num_read = end
         return StateSpan(self.context, first, self.states[first - start : end - start])
+
+    def take_ahead(self, end: int) -> StateSpan | None:
+        """Returns the positions before `end` for a drafter that reads the states of no layer.
+
+        They need not be computed, and count as received from now on.
+        """
+        first = self.num_read
+        if end <= first:
+            return None
+        self.num_read = end
+        return StateSpan(self.context, first, torch.empty(end - first, 0))
 
     @property
     def waiting(self) -> StateRows | None:

@@ -50,9 +50,9 @@ class NodeStates:
 
     def read_by(self, drafter: Drafter, nodes: Seq[int] | slice) -> Tensor:
         """Returns [n, F] the layers that a drafter reads, side by side, in memory of their own."""
-        columns = self.layers_of(drafter)
         rows = nodes if isinstance(nodes, slice) else on_device(nodes, self.final.device)
-        return torch.cat([column[rows] for column in columns], dim=-1)
+        columns = [column[rows] for column in self.layers_of(drafter)]
+        return torch.cat(columns, dim=-1) if columns else self.final[rows, :0]
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,9 @@ class DraftInputs:
         rows: [B] row of each text in the table.
         lengths: [B] committed tokens.
         temperatures: [B] float32; 0 means no noise.
+        top_k: [B] as in `SamplingTable`, like the next two.
+        top_p: [B] float32.
+        min_p: [B] float32.
         seeds: [B] seeds of the requests.
         depths: [B] most levels of each draft.
         num_nodes: [B] nodes of each draft, as planned.
@@ -206,6 +209,9 @@ class DraftInputs:
     rows: Tensor
     lengths: Tensor
     temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
     seeds: Tensor
     depths: Tensor
     num_nodes: Tensor
@@ -338,7 +344,8 @@ class Drafter(Pluggable, ABC):
     `propose`. Such a drafter may have keys and values of its own. The entry of position p is made
     from the state at p - 1 and the token at p, and is stored in the slot of p. The engine copies,
     shares and evicts these entries together with the target's. So the drafter keeps no prefix of
-    its own, and a cached prefix is cached for the drafter too.
+    its own, and a cached prefix is cached for the drafter too. A drafter that only needs the tokens
+    reads the states of no layer, and receives those of a prompt before they are computed.
 
     To add a drafter, derive from this class in one file, and name the class in
     `drafters/registry.py` or in the entry-point group `recserve.drafters` of a distribution.
@@ -355,6 +362,8 @@ class Drafter(Pluggable, ABC):
         kv_shape: Shape of its own keys and values; None if it has none.
         scratch_slots: Slots of scratch memory that it needs besides those of the pages.
         idle: True if it never proposes anything, so that the engine need not call it.
+        parts: The drafters that it consists of, which have keys and values of their own: itself, or
+            those that it joins.
         takes_tree: True if it follows `Speculation.tree`; then it overrides `check_tree`.
         draws: True if its drafts may carry probs.
         always_draws: True if all of its drafts carry probs under a rule that reads them. Other
@@ -378,6 +387,11 @@ class Drafter(Pluggable, ABC):
     def always_draws(self) -> bool:
         """True if all of its drafts carry probs under a rule that reads them."""
         return self.draws
+
+    @property
+    def parts(self) -> Seq[Drafter]:
+        """The drafters that it consists of."""
+        return (self,)
 
     @property
     def ranked_heads(self) -> RankedHeads | None:
@@ -428,7 +442,7 @@ class Drafter(Pluggable, ABC):
     def attach(self, pool: KVPool) -> None:  # noqa: B027
         """Receives the pool of its own keys and values, with the slots of the target's pool.
 
-        The slots behind `pool.spare_slot` and its page are scratch memory of the drafter.
+        The slots from `pool.first_scratch_slot` on are scratch memory of the drafter.
         """
 
     def read(self, parts: Seq[StateSpan]) -> None:  # noqa: B027

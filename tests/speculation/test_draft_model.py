@@ -21,6 +21,7 @@ from tests.support.text_loop import (
     VOCABULARY,
     check_draft,
     generate,
+    propose,
     score,
     tiny_model,
     with_node_0,
@@ -107,7 +108,9 @@ def test_drawn_drafts_keep_what_they_were_drawn_from(rule):
             kept = logits >= logits.topk(9).values[:, -1:]
             q = logits.masked_fill(~kept, float("-inf")).softmax(1)
             torch.testing.assert_close(draft.probs, q, rtol=1e-5, atol=1e-6)
-            number = torch.arange(len(draft)) + 1
+            depths = torch.tensor([len(path) for path in paths_of(draft)])
+            number = torch.empty_like(depths)
+            number[depths.argsort(stable=True)] = torch.arange(len(draft)) + 1  # level by level
             keys = step_keys(torch.full_like(number, len(committed)), number)
             noise = gumbel(torch.full_like(number, 5), keys, VOCABULARY, DRAFT)
             assert draft.tokens.tolist() == (q.log() + noise).argmax(1).tolist()
@@ -152,7 +155,7 @@ def test_two_siblings_follow_the_law_of_their_drawing():
         ("distinct", ModelDrafter(small, 5, (2,), distinct=True), distinct, independent),
         ("two models", specinfer([small, small], 5, (1,)), independent, distinct),
     ):
-        drafts = drafter.propose(contexts, budgets)
+        drafts = propose(drafter, contexts, budgets)
         assert all(draft.parents.tolist() == [-1, -1] for draft in drafts)
         counts = Counter(tuple(draft.tokens.tolist()) for draft in drafts)
         assert chi_square(counts, law, len(contexts)) > ALPHA, name
@@ -167,7 +170,8 @@ def test_siblings_drawn_without_replacement_are_drawn_from_what_is_left():
     small = tiny_model(2)
     params = SamplingParams(0.5, top_k=1, seed=3, max_tokens=8)
     context = TextContext(0, [1, 2], 2, params, Speculation("test", "multi_step"))
-    draft = specinfer([small], VOCABULARY, (4, 2)).propose([context], [Budget(20, 5)])[0]
+    drafter = specinfer([small], VOCABULARY, (4, 2))
+    draft = propose(drafter, [context], [Budget(20, 5)])[0]
     check_draft(draft, Budget(20, 5), VOCABULARY)
     assert len(draft) == 12 and bool((draft.probs.gather(1, draft.tokens[:, None]) > 0).all())
     for parent in set(draft.parents.tolist()):
@@ -180,43 +184,33 @@ def test_siblings_drawn_without_replacement_are_drawn_from_what_is_left():
             torch.testing.assert_close(row, left / left.sum())
 
 
-@pytest.mark.parametrize("num_slots", chosen((10, 24, 60, 1000), "10", "60"))
-def test_little_room_means_fewer_drafts_and_no_lost_slots(num_slots):
-    model = tiny_model()
-    params = SamplingParams(0.7, seed=2, max_tokens=30)
-    plain = generate(model, PROMPTS, params, NoDrafter())
-    drafter = ModelDrafter(model, VOCABULARY, (2, 1, 1), num_slots=num_slots)
-    written = generate(model, PROMPTS, params, drafter)
-    assert [w.tokens for w in written] == [w.tokens for w in plain]
-    empty = sum(not len(draft) for w in written for draft in w.drafts[:-1])
-    assert (empty > 0) == (num_slots < 1000)
-    assert drafter._cache.num_free == num_slots and not drafter._cache.readings
-
-
+@torch.inference_mode()
 def test_a_step_that_was_not_judged_is_drafted_again():
-    """Proposals without commit, a sequence set aside and resumed: the drafts stay the same."""
+    """Proposals without news, and a text that is set aside and resumed: the drafts stay the same.
+
+    The texts have one token and several; of the only token there are no states to pass on.
+    """
     model = tiny_model()
-    context = TextContext(0, [1, 2, 3], 3, SamplingParams(0.0), Speculation("test"))
-    drafter = ModelDrafter(model, VOCABULARY, (2, 2, 1))
-    first = drafter.propose([context], [Budget(9, 9)])[0]
-    again = drafter.propose([context], [Budget(9, 9)])[0]
-    drafter.forget(0)
-    resumed = drafter.propose([context], [Budget(9, 9)])[0]
-    for draft in (again, resumed):
-        assert torch.equal(draft.tokens, first.tokens)
-    from_parents(first.tokens, first.parents)
-    drafter.forget(0)
-    drafter.forget(0)
-    assert drafter._cache.num_free == 2**15
+    for tokens in ([1, 2, 3], [4]):
+        context = TextContext(0, tokens, 1, SamplingParams(0.0), Speculation("test"))
+        drafter = ModelDrafter(model, VOCABULARY, (2, 2, 1))
+        first = propose(drafter, [context], [Budget(9, 9)])[0]
+        assert len(first) == 9
+        again = drafter.propose([context], [Budget(9, 9)])[0]
+        drafter.forget(0)
+        resumed = propose(drafter, [context], [Budget(9, 9)])[0]
+        for draft in (again, resumed):
+            assert torch.equal(draft.tokens, first.tokens)
+        from_parents(first.tokens, first.parents)
 
 
+@torch.inference_mode()
 def test_contexts_beyond_the_models_positions_are_not_drafted():
     model = tiny_model()
-    tokens = [1] * 508
-    context = TextContext(0, tokens, 1, SamplingParams(0.0), Speculation("test"))
-    drafter = ModelDrafter(model, VOCABULARY, (1,) * 5)
-    assert len(drafter.propose([context], [Budget(9, 4)])[0]) == 4
-    assert len(drafter.propose([context], [Budget(9, 5)])[0]) == 0
+    for length, levels in ((507, 5), (508, 4), (511, 1), (512, 0), (540, 0)):
+        context = TextContext(0, [1] * length, 1, SamplingParams(0.0), Speculation("test"))
+        drafter = ModelDrafter(model, VOCABULARY, (1,) * 5)
+        assert len(propose(drafter, [context], [Budget(9, 9)])[0]) == levels
 
 
 def test_another_vocabulary_is_refused():

@@ -1,8 +1,10 @@
 """Merged drafts: shared prefixes, shares of the budget, outcomes told apart."""
 
+import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
 from recserve.drafters.merged import MergedDrafter
 from recserve.drafters.suffix.drafter import SuffixDrafter
 from recserve.kernels.tree import AUXILIARY
@@ -20,6 +22,7 @@ from tests.support.text_engines import (
     shared_model,
 )
 from tests.support.text_loop import check_draft
+from tests.support.text_plain import VOCABULARY
 from tests.support.token_paths import paths
 
 
@@ -172,7 +175,47 @@ def test_a_source_that_reads_the_target_s_states(make, pages):
     assert_forgotten(merged)
 
 
-def test_two_sources_that_read_states_are_refused():
-    readers = [eagle(shared_model(), False), specformer(shared_model())]
-    with pytest.raises(ValueError, match="'eagle' and 'specformer' each read the target's states"):
-        MergedDrafter(readers)
+READERS = {
+    "eagle": lambda m: eagle(m, fused=False),
+    "eagle3": lambda m: eagle(m, fused=True),
+    "specformer": specformer,
+    "draft_model": lambda m: ModelDrafter(m, VOCABULARY, (1,) * 3),
+}
+
+
+def states_read(drafter) -> dict[tuple[int, ...], torch.Tensor]:
+    """Returns a dictionary that receives each state, by the tokens up to the one after it."""
+    found, read = {}, drafter.read
+
+    def noted(parts):
+        for part in parts:
+            for place, row in enumerate(part.states):
+                found[tuple(part.context.tokens[: part.first + place + 2])] = row
+        read(parts)
+
+    drafter.read = noted
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_each_source_receives_the_states_of_its_layers(seed):
+    """Of two or three drawn sources, in one engine, those that it receives alone."""
+    model, rng = shared_model(), np.random.default_rng(seed)
+    names = rng.permutation(sorted(READERS))[: 2 + seed]
+    sources = {str(name): READERS[name](model) for name in names}
+    wanted, (requests, texts) = {}, among_others("hot", Speculation("own"))
+    for name in sources:
+        alone = READERS[name](model)
+        wanted[name] = states_read(alone)
+        engine_for(model, 400, {"own": alone}).run_many(requests)
+    merged = MergedDrafter([SuffixDrafter(), *sources.values()])
+    found = {name: states_read(source) for name, source in sources.items()}
+    answers = engine_for(model, 400, {"own": merged}).run_many(requests)
+    assert [answer.tokens.tolist() for answer in answers] == texts
+    assert sum(answer.counts.num_accepted_tokens for answer in answers) > 20
+    for name in sources:
+        both = found[name].keys() & wanted[name].keys()
+        assert len(both) > 80
+        for key in both:
+            torch.testing.assert_close(found[name][key], wanted[name][key], rtol=1e-4, atol=1e-4)
+    assert_forgotten(merged)

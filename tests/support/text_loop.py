@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 import torch
 
 from recserve.kernels.acceptance.acceptance import DraftProbs
+from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import AUXILIARY, TokenTree, from_parents
 from recserve.models.attention import DenseAttention
 from recserve.models.config import DecoderConfig
 from recserve.models.language_model import LanguageModel, LanguageModelConfig
 from recserve.speculation.draft import Budget, TextDraft
-from recserve.speculation.drafter import Drafter, TextContext, TextOutcome
+from recserve.speculation.drafter import Drafter, StateSpan, TextContext, TextOutcome
 from recserve.speculation.logits_processor import LogitsProcessor, TextColumns
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.sampling_table import sampling_table
@@ -83,6 +84,39 @@ def score(model: LanguageModel, root: Seq[int], tree: TokenTree) -> torch.Tensor
     return model(tokens[None], positions[None], DenseAttention(mask))[0, n:]
 
 
+class Memory:
+    """Slots of some texts for a drafter that reads tokens, in place of an engine's."""
+
+    def __init__(self, drafter: Drafter, contexts: Seq[TextContext], width: int = 600) -> None:
+        self._drafter, self._read = drafter, dict[int, int]()
+        size = (len(contexts) + 1) * width
+        table = torch.arange(size).view(-1, width)
+        for row, context in enumerate(contexts, 1):
+            context.table, context.row = table, row
+        for part in drafter.parts:
+            if part.kv_shape is not None:
+                part.attach(
+                    KVPool(part.kv_shape, size, 1, torch.float64, "cpu", part.scratch_slots)
+                )
+
+    def read(self, contexts: Seq[TextContext]) -> None:
+        """Passes on the tokens that the drafter has not received."""
+        spans = []
+        for context in contexts:
+            first, stop = self._read.get(context.id, 0), len(context.tokens) - 1
+            if first < stop:
+                spans.append(StateSpan(context, first, torch.empty(stop - first, 0)))
+                self._read[context.id] = stop
+        if spans and self._drafter.reads_states:
+            self._drafter.read(spans)
+
+
+def propose(drafter: Drafter, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
+    """Returns the first drafts of texts."""
+    Memory(drafter, contexts).read(contexts)
+    return drafter.propose(contexts, budgets)
+
+
 @torch.inference_mode()
 def generate(
     model: LanguageModel,
@@ -97,14 +131,16 @@ def generate(
     speculation = speculation or Speculation("test", rule)
     contexts = [TextContext(i, list(p), len(p), params, speculation) for i, p in enumerate(prompts)]
     written = [Written([]) for _ in prompts]
-    running = list(contexts)
+    running, memory = list(contexts), Memory(drafter, contexts)
     while running:
+        memory.read(running)
         budgets = [Budget(num_nodes, params.max_tokens - c.num_output - 1) for c in running]
         drafts = drafter.propose(running, budgets)
         outcomes = []
         for context, budget, draft in zip(running, budgets, drafts, strict=True):
             check_draft(draft, budget, model.config.vocab_size)
-            verifiers()[speculation.verifier].check(draft)
+            if not params.greedy:
+                verifiers()[speculation.verifier].check(draft)
             outcomes.append(step(model, context, draft, speculation.verifier))
             written[context.id].lengths.append(len(outcomes[-1].accepted))
             written[context.id].drafts.append(draft)

@@ -248,7 +248,7 @@ class BlockDrafter(StateDrafter):
             return None
         texts = _Drafted(
             anchors,
-            DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy),
+            DraftedTexts.of_inputs(inputs),
             entries_within(inputs, inputs.lengths - 1),
             fixed_shapes=True,
         )
@@ -293,7 +293,7 @@ class BlockDrafter(StateDrafter):
         config = self.network.config
         count, size = len(known), config.block_size
         blocks = chains(count, size, anchors.device)  # the rows are embedded here
-        slots = blocks.tokens + self.pool.spare_slot + self.pool.page_size
+        slots = blocks.tokens + self.pool.first_scratch_slot
         # One attention per kind of layer.
         windows = config.windows or (0,) * len(config.causal)
         kinds = list(zip(config.causal, windows, strict=True))

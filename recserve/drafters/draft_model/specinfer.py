@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import ClassVar
 
 from recserve.drafters.draft_model.drafter import ModelDrafter, load_draft_model
 from recserve.drafters.merged import MergedDrafter
@@ -20,7 +21,6 @@ def specinfer(
     models: Seq[LanguageModel],
     vocab_size: int,
     expansion: Seq[int] = EXPANSION,
-    num_slots: int = 2**15,
 ) -> Drafter:
     """Builds the drafter of some draft models.
 
@@ -31,7 +31,6 @@ def specinfer(
         models: At least one draft model.
         vocab_size: Vocabulary size of the target.
         expansion: Number of children per node, level by level.
-        num_slots: Capacity of each model's KV cache, in tokens.
 
     Raises:
         ValueError: If there is no model, or one has another vocabulary than the target.
@@ -39,9 +38,9 @@ def specinfer(
     if not models:
         raise ValueError("specinfer needs at least one draft model")
     if len(models) == 1:
-        return ModelDrafter(models[0], vocab_size, expansion, num_slots, distinct=True)
+        return ModelDrafter(models[0], vocab_size, expansion, distinct=True)
     sources = [
-        ModelDrafter(model, vocab_size, expansion, num_slots, source=number)
+        ModelDrafter(model, vocab_size, expansion, source=number)
         for number, model in enumerate(models)
     ]
     return MergedDrafter(sources)
@@ -51,6 +50,7 @@ class SpecinferDrafter(ModelDrafter):
     """The registered class of `specinfer`, which loads its draft models from folders."""
 
     name = "specinfer"
+    num_folders: ClassVar[int | None] = None
 
     @classmethod
     def from_folders(cls, folders: Seq[Path], target: LanguageModel) -> Drafter:

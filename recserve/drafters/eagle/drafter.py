@@ -20,7 +20,6 @@ trees; drafters/eagle/network.py for the networks.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from recserve.drafters.shared.layer_views import attend_committed, attend_drafte
 from recserve.drafters.shared.limits import allowed, only_chains
 from recserve.drafters.shared.new_states import (
     MAX_TEXTS,
+    DraftStart,
     LastValues,
     StateDrafter,
     capture_depths,
@@ -47,7 +47,7 @@ from recserve.drafters.shared.score_tree import MAX_KEY, ScoreTree, tree_sizes
 from recserve.kernels.cache.kv_pool import KVPool, KVShape
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import chain, chains, merge
-from recserve.kernels.tree_batch import Prefixes, TreeBatch
+from recserve.kernels.tree_batch import TreeBatch
 from recserve.models.language_model import LanguageModel
 from recserve.models.packing import pack_weights
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -65,23 +65,6 @@ from recserve.speculation.open_question import CheckpointAmbiguity
 from recserve.speculation.sampling_params import Speculation
 
 WIDTH, DEPTH, NUM_NODES = 8, 6, 40
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """Texts that are drafted together.
-
-    Attributes:
-        drawn: How they draw.
-        prefixes: Where the drafter's entries of each text lie.
-        outputs: [B, O] the network's outputs at the last committed tokens.
-        fixed_shapes: As in `TreeBatch`.
-    """
-
-    drawn: DraftedTexts
-    prefixes: Prefixes
-    outputs: Tensor
-    fixed_shapes: bool = False
 
 
 _requested_tree = lru_cache(maxsize=256)(rank_tree)
@@ -202,8 +185,8 @@ class EagleDrafter(StateDrafter):
             count = self._num_together(shape)
             for start in range(0, len(rows), count):
                 some = rows[start : start + count]
-                texts = self._packed([contexts[i] for i in some])
-                tree = self._grown(texts, max(limits[i].depth for i in some), width, shape)
+                texts = self._start([contexts[i] for i in some])
+                tree = self._grow(texts, max(limits[i].depth for i in some), width, shape)
                 for i, draft in zip(some, tree.drafts([limits[i] for i in some]), strict=True):
                     drafts[i] = draft
         return drafts
@@ -250,13 +233,13 @@ class EagleDrafter(StateDrafter):
         outputs = self._read_new(inputs)
         if not form.depth:
             return None
-        texts = _Texts(
-            drawn=DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy),
+        texts = DraftStart(
+            drawn=DraftedTexts.of_inputs(inputs),
             prefixes=entries_within(inputs, inputs.lengths - 1),
             outputs=outputs,
             fixed_shapes=True,
         )
-        tree = self._grown(texts, form.depth, self.width if form.forks else 1, None)
+        tree = self._grow(texts, form.depth, self.width if form.forks else 1, None)
         best = tree.best(inputs.depths, inputs.num_nodes, inputs.most_nodes)
         return best.tokens, best.parents
 
@@ -298,27 +281,27 @@ class EagleDrafter(StateDrafter):
             return MAX_TEXTS
         return min(MAX_TEXTS, self.scratch_slots // (shape.num_parents * shape.depth))
 
-    def _packed(self, contexts: Seq[TextContext]) -> _Texts:
+    def _start(self, contexts: Seq[TextContext]) -> DraftStart:
         table, device = contexts[0].table, self.pool.keys.device
         assert table is not None
         rows = on_device([context.row for context in contexts], device)
-        return _Texts(
+        return DraftStart(
             drawn=DraftedTexts.of(contexts, device),
             prefixes=entries_before(contexts, [len(context.tokens) - 1 for context in contexts]),
             outputs=self._last.of(table)[rows],
         )
 
-    def _grown(self, texts: _Texts, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
+    def _grow(self, texts: DraftStart, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
         """Expands trees level by level."""
         tree = ScoreTree(len(texts.prefixes), width, depth, self.pool.keys.device, shape)
-        outputs = texts.outputs[:, None]
+        outputs, scratch = texts.outputs[:, None], self.pool.first_scratch_slot
         parents = tree.grow(*self._children(outputs, texts, 0, width))
         mask = self.network.mask_row(self.target) if depth > 1 else None
         ahead = None if mask is None else self._all_levels(mask, texts, depth)
         for level in range(1, depth):
             places = parents[..., None].expand(-1, -1, outputs.shape[-1])
             if ahead is None:
-                batch = self._frontier(tree, texts)
+                batch = tree.frontier(texts.prefixes, scratch, texts.fixed_shapes)
                 features = outputs.gather(1, places).flatten(0, 1)
                 embedded = self.network.embed(tree.frontier_tokens.flatten(), self.target)
                 computed = self._run(features, embedded, batch)
@@ -330,10 +313,10 @@ class EagleDrafter(StateDrafter):
             parents = tree.grow(tokens, logprobs)
         return tree
 
-    def _all_levels(self, mask: MaskRow, texts: _Texts, depth: int) -> Tensor:
+    def _all_levels(self, mask: MaskRow, texts: DraftStart, depth: int) -> Tensor:
         """Returns the outputs [B, depth - 1, E] of P-EAGLE's rows below the committed tokens."""
         device, count, rows = self.pool.keys.device, len(texts.prefixes), depth - 1
-        first = self.pool.spare_slot + self.pool.page_size
+        first = self.pool.first_scratch_slot
         slots = torch.arange(first, first + count * rows, device=device)
         features, embedded = (x.expand(count * rows, -1) for x in (mask.feature, mask.embedded))
         batch = TreeBatch(
@@ -351,18 +334,8 @@ class EagleDrafter(StateDrafter):
         attend = attend_drafted(batch, self.network.config.views, self.pool)
         return self.network(features, embedded, batch.positions(), attend)
 
-    def _frontier(self, tree: ScoreTree, texts: _Texts) -> TreeBatch:
-        """Returns the batch that computes the frontier below all nodes computed before."""
-        nodes, order, queries = tree.computed()
-        base = self.pool.spare_slot + self.pool.page_size
-        slots = base + order.numbers + order.texts * (tree.num_parents * tree.depth)
-        counts = [tree.frontier_tokens.shape[1]] * tree.num_texts
-        return TreeBatch(
-            nodes, queries, slots, texts.prefixes, counts, fixed_shapes=texts.fixed_shapes
-        )
-
     def _children(
-        self, outputs: Tensor, texts: _Texts, level: int, width: int
+        self, outputs: Tensor, texts: DraftStart, level: int, width: int
     ) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probabilities [B, W, width] of the children of W nodes per text.
 

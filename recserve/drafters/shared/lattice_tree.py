@@ -167,11 +167,12 @@ def lattice_nodes(
     chosen = pool.select(order)
     # Nodes that are left out get keys behind all others, and so they lie behind them.
     keys, preorder = chosen.keys.masked_fill(left_out, torch.iinfo(torch.int64).max).sort(dim=1)
-    chosen, number = chosen.select(preorder), numbers[order.gather(1, preorder)]
+    own = order.gather(1, preorder)
+    chosen, number = chosen.select(preorder), numbers[own]
     parents = torch.searchsorted(keys, chosen.parents).masked_fill(chosen.parents == 0, -1)
     texts = torch.arange(keys.shape[0], device=device)[:, None]
     tokens = lattice.tokens[texts, number, chosen.columns]
-    return BestNodes(tokens, parents, number.masked_fill(left_out, -1))
+    return BestNodes(tokens, parents, number.masked_fill(left_out, -1), own)
 
 
 def _levels(lattice: Lattice, most: int, width: int | None) -> list[_Paths]:

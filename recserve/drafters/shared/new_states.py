@@ -6,9 +6,13 @@ each. Rows after a text's own states are computed too, and written to the spare 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
+from recserve.drafters.shared.noisy import DraftedTexts
 from recserve.kernels.cache.kv_pool import KVPool
 from recserve.kernels.tree import chains
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
@@ -24,7 +28,7 @@ class StateDrafter(Drafter):
     """
 
     needs_weights = True
-    num_folders = 1
+    num_folders: ClassVar[int | None] = 1
     reads_states = True
 
     def __init__(self) -> None:
@@ -58,14 +62,34 @@ def capture_depths(depth: int) -> list[int]:
     return [depth, *(2**power for power in reversed(range((depth - 1).bit_length())))]
 
 
+@dataclass(frozen=True)
+class DraftStart:
+    """What the trees of texts that are drafted together grow from.
+
+    Attributes:
+        drawn: How the texts draw.
+        prefixes: Where the drafter's entries of each text lie.
+        outputs: [B, O] the network's outputs at the last committed tokens.
+        fixed_shapes: As in `TreeBatch`.
+    """
+
+    drawn: DraftedTexts
+    prefixes: Prefixes
+    outputs: Tensor
+    fixed_shapes: bool = False
+
+
 def entries_within(inputs: DraftInputs, stops: Tensor) -> Prefixes:
     """Returns where the entries of rows 0 to `stops` [B] lie, as `entries_before`."""
     width = inputs.table.shape[1]
     return Prefixes.on_device(inputs.table, inputs.rows * width + 1, stops, width - 1)
 
 
-def new_rows(inputs: DraftInputs, pool: KVPool) -> TreeBatch:
-    """Returns the rows of B texts for their new states, one chain of S rows for each text."""
+def new_rows(inputs: DraftInputs, pool: KVPool, before: Prefixes | None = None) -> TreeBatch:
+    """Returns the rows of B texts for their new states, one chain of S rows for each text.
+
+    `before` is what they hang under. None means the entries before them.
+    """
     (texts, count), width = inputs.new_tokens.shape, inputs.table.shape[1]
     places = torch.arange(count, device=inputs.rows.device)
     own = places < inputs.new_counts[:, None]
@@ -73,7 +97,8 @@ def new_rows(inputs: DraftInputs, pool: KVPool) -> TreeBatch:
     # The entry of a row lies in the slot of the next token.
     at = torch.where(own, (inputs.rows * width + first + 1)[:, None] + places, 0)
     slots = torch.where(own, inputs.table.view(-1)[at], pool.spare_slot).flatten()
-    tree, prefixes = chains(texts, count, slots.device), entries_within(inputs, first)
+    tree = chains(texts, count, slots.device)
+    prefixes = entries_within(inputs, first) if before is None else before
     return TreeBatch(tree, None, slots, prefixes, [count] * texts, fixed_shapes=True)
 
 

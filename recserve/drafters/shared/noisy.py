@@ -20,12 +20,13 @@ from torch import Tensor
 
 from recserve.kernels.acceptance.noise import gumbel_of_tokens
 from recserve.kernels.host import on_device
-from recserve.speculation.drafter import TextContext
+from recserve.speculation.drafter import DraftInputs, TextContext
 
 # s above is the temperature, and at least this. Trees of the drafters in docs/results/drafters.md
 # are best at 0.3 to 0.6 for temperature 0, and for most of them at 1 for temperature 1.
 LEAST_SCALE = 0.5
 NUM_NOISY_TOKENS = 128  # only this many likeliest tokens get noise; others are hardly ever drawn
+BANNED_BY = 1e4  # what the values of banned columns lose: these stay finite and in order
 
 
 def ranking_bytes(rows: int, words: int, greedy: bool) -> int:
@@ -74,23 +75,58 @@ class DraftedTexts:
         lengths: [B] committed tokens.
         temperatures: [B] float32.
         seeds: [B].
+        top_k: [B] as in `SamplingTable`, like the next two.
+        top_p: [B] float32.
+        min_p: [B] float32.
         greedy: Whether no text draws.
+        truncates: Whether any text may have top_k, top_p or min_p.
     """
 
     lengths: Tensor
     temperatures: Tensor
     seeds: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
     greedy: bool
+    truncates: bool
 
     @staticmethod
     def of(contexts: Seq[TextContext], device: torch.device) -> DraftedTexts:
         """Reads the contexts of the texts."""
         params = [context.params for context in contexts]
+        numbers = [
+            [len(context.tokens) for context in contexts],
+            [p.seed for p in params],
+            [p.top_k for p in params],
+        ]
+        shares = [[p.temperature for p in params], [p.top_p for p in params]]
+        shares.append([p.min_p for p in params])
+        lengths, seeds, top_k = on_device(numbers, device)
+        temperatures, top_p, min_p = on_device(shares, device, torch.float32)
         return DraftedTexts(
-            lengths=on_device([len(context.tokens) for context in contexts], device),
-            temperatures=on_device([p.temperature for p in params], device, torch.float32),
-            seeds=on_device([p.seed for p in params], device),
+            lengths=lengths,
+            temperatures=temperatures,
+            seeds=seeds,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             greedy=all(p.greedy for p in params),
+            truncates=any(p.truncates for p in params),
+        )
+
+    @staticmethod
+    def of_inputs(inputs: DraftInputs) -> DraftedTexts:
+        """Reads the inputs of a captured draft."""
+        return DraftedTexts(
+            lengths=inputs.lengths,
+            temperatures=inputs.temperatures,
+            seeds=inputs.seeds,
+            top_k=inputs.top_k,
+            top_p=inputs.top_p,
+            min_p=inputs.min_p,
+            greedy=inputs.greedy,
+            truncates=not inputs.greedy,
         )
 
     @property
@@ -127,6 +163,7 @@ def noisy_logits(
     """Returns (logits + temperature * noise) / scale of the likeliest columns.
 
     Only the NUM_NOISY_TOKENS likeliest columns are returned, or `width` of them if that is more.
+    Columns that the text's truncation bans come after all others.
 
     Args:
         logits: [B, W, V] float32.
@@ -143,7 +180,32 @@ def noisy_logits(
     )
     noise = gumbel_of_tokens(seeds, places, tokens.flatten(0, 1)).view_as(best.values)
     values = torch.addcmul(best.values, noise, texts.temperatures[:, None, None])
-    return RankedColumns(best.indices, values / texts.scales[:, None, None])
+    values = values / texts.scales[:, None, None]
+    if texts.truncates:
+        values = values - BANNED_BY * _banned(best.values, logits, texts)
+    return RankedColumns(best.indices, values)
+
+
+def _banned(values: Tensor, logits: Tensor, texts: DraftedTexts) -> Tensor:
+    """Returns which of the largest values [B, W, C] of the logits [B, W, V] truncation bans.
+
+    The values are in descending order. Of equal values it may ban one and not the other.
+    """
+    heat, top_k, top_p, min_p = (
+        column[:, None, None]
+        for column in (texts.temperatures, texts.top_k, texts.top_p, texts.min_p)
+    )
+    heat = torch.where(heat > 0, heat, 1.0)
+    scaled, count = values / heat, values.shape[-1]
+    ranks = torch.arange(count, device=values.device)
+    banned = (top_k > 0) & (ranks >= top_k)
+    # The nucleus is one of the top_k, or of all columns.
+    few = scaled.masked_fill(banned, float("-inf")).logsumexp(-1, keepdim=True)
+    every = (logits / heat).logsumexp(-1, keepdim=True)
+    mass = (scaled - torch.where((top_k > 0) & (top_k <= count), few, every)).exp()
+    banned = banned | ((mass.cumsum(-1) - mass >= top_p) & (top_p < 1))
+    banned = banned | (scaled < scaled[..., :1] + min_p.log())
+    return banned & (ranks > 0) & (texts.temperatures > 0)[:, None, None]
 
 
 def likeliest(

@@ -9,7 +9,7 @@ shape depends on values, so a captured draft grows trees in the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from recserve.drafters.shared.rank_tree import RankTree
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.speculation.draft import Budget, TextDraft
 
 MAX_KEY = 2**62  # largest number of a node
@@ -45,11 +46,13 @@ class BestNodes:
         tokens: [B, N] tokens. Those after a text's own number of nodes have no meaning.
         parents: [B, N] index of each node's parent in its draft, -1 on the first level.
         levels: [B, N] level of each node, from 0 on; -1 after a text's own nodes.
+        numbers: [B, N] number of each node among all that were grown for its text, level by level.
     """
 
     tokens: Tensor
     parents: Tensor
     levels: Tensor
+    numbers: Tensor
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class ScoreTree:
 
     Attributes:
         num_texts: B.
-        width: Children of a node.
+        width: Most children of a node.
         depth: Most levels.
-        num_parents: W, nodes of a frontier.
+        num_parents: W, most nodes of a frontier.
         frontier_tokens: [B, W] tokens of the nodes that get children next, by ascending key.
     """
 
@@ -99,18 +102,20 @@ class ScoreTree:
         depth: int,
         device: torch.device,
         shape: RankTree | None = None,
+        num_parents: int | None = None,
     ) -> None:
         """Starts with empty trees of at most `depth` levels.
 
         Args:
             num_texts: B.
-            width: Children of a node, and nodes of a frontier without a shape.
+            width: Most children of a node.
             depth: Most levels.
             device: Device of the trees.
             shape: The static tree that all texts grow. None grows the likeliest nodes.
+            num_parents: Most nodes of a frontier without a shape. None means `width`.
         """
         self.num_texts, self.width, self._base = num_texts, width, width + 1
-        self.num_parents = width if shape is None else shape.num_parents
+        self.num_parents = num_parents or width if shape is None else shape.num_parents
         self._shape = None if shape is None else _StaticShape.of(shape, self._base, depth, device)
         self.depth, self._level = depth, 0
         self._span = self._base**depth
@@ -131,10 +136,10 @@ class ScoreTree:
         """Adds the children of the frontier; the likeliest of them are the next frontier.
 
         Args:
-            tokens: [B, W, width] tokens of the children of each node of the frontier, best first.
-                The first frontier is the root, and W is 1.
-            logprobs: [B, W, width] their log-probabilities given their parents. A static tree
-                ignores them.
+            tokens: [B, W, k] tokens of the children of each node of the frontier, best first. The
+                first frontier is the root, and W is 1. k is `width`, or less.
+            logprobs: [B, W, k] their log-probabilities given their parents. A static tree ignores
+                them.
 
         Returns:
             [B, W] place of each new frontier node's parent in the frontier before.
@@ -142,7 +147,8 @@ class ScoreTree:
         self._levels.append(torch.full((tokens[0].numel(),), self._level, device=tokens.device))
         self._level += 1
         unit = self._base ** (self.depth - self._level)
-        ranks = torch.arange(1, self.width + 1, device=tokens.device)
+        count = tokens.shape[-1]
+        ranks = torch.arange(1, count + 1, device=tokens.device)
         above = self._frontier_keys[..., None].expand_as(tokens)
         keys = (above + ranks * unit).flatten(1)
         if self._shape is not None:
@@ -162,11 +168,25 @@ class ScoreTree:
         self._frontier_keys, self._frontier_scores = keys.gather(1, best), scores.gather(1, best)
         self.frontier_tokens = tokens.flatten(1).gather(1, best)
         self._computed_levels.append(self._levels[-1][: best.shape[1]])
-        parents = best // self.width
+        parents = best // count
         self._computed.append(
             (self._frontier_keys, before.gather(1, parents), self.frontier_tokens)
         )
         return parents
+
+    def frontier(self, prefixes: Prefixes, first: int, fixed_shapes: bool) -> TreeBatch:
+        """Returns the batch that computes the frontier below all nodes computed before.
+
+        Args:
+            prefixes: What each tree hangs under.
+            first: First slot of the scratch memory, which has `num_parents * depth` slots for each
+                text.
+            fixed_shapes: As in `TreeBatch`.
+        """
+        nodes, order, queries = self.computed()
+        slots = first + order.numbers + order.texts * (self.num_parents * self.depth)
+        counts = [self.frontier_tokens.shape[1]] * self.num_texts
+        return TreeBatch(nodes, queries, slots, prefixes, counts, fixed_shapes=fixed_shapes)
 
     def computed(self) -> tuple[TokenTree, NodeOrder, Tensor]:
         """Returns the packed trees of all frontiers, their order, and the nodes of the last one."""
@@ -219,10 +239,14 @@ class ScoreTree:
         above = torch.searchsorted(names, parents.gather(1, own))
         # Nodes that are left out lie behind the others.
         own_levels = levels[own].masked_fill(left_out, -1)
-        return BestNodes(tokens.gather(1, own), torch.where(own_levels > 0, above, -1), own_levels)
+        parents_in_draft = torch.where(own_levels > 0, above, -1)
+        return BestNodes(tokens.gather(1, own), parents_in_draft, own_levels, own)
 
-    def drafts(self, budgets: Seq[Budget]) -> list[TextDraft]:
-        """Returns the likeliest nodes of each text within its budget, as a draft."""
+    def drafts(self, budgets: Seq[Budget], probs: Tensor | None = None) -> list[TextDraft]:
+        """Returns the likeliest nodes of each text within its budget, as a draft.
+
+        `probs` [B, n, V] are the distributions of all nodes, level by level. None: none was drawn.
+        """
         device, counts = self._keys[0].device, self.sizes(budgets)
         limits = on_device([[b.depth for b in budgets], counts], device)
         nodes = self.best(limits[0], limits[1], max(counts))
@@ -231,12 +255,16 @@ class ScoreTree:
         else:
             depths = [min(b.depth, n) for b, n in zip(budgets, counts, strict=True)]
             may_fork = self.width > 1
-        return [
+        drafts = [
             TextDraft(tokens[:count], parents[:count], depth, may_fork=may_fork)
             for tokens, parents, depth, count in zip(
                 nodes.tokens.unbind(), nodes.parents.unbind(), depths, counts, strict=True
             )
         ]
+        if probs is None:
+            return drafts
+        rows = zip(drafts, probs, nodes.numbers, strict=True)
+        return [replace(draft, probs=own[numbers[: len(draft)]]) for draft, own, numbers in rows]
 
 
 def tree_sizes(width: int, depth: int) -> list[int]:

@@ -222,7 +222,7 @@ class SpecformerDrafter(StateDrafter):
         contexts = self._contexts_by_row.update(inputs, new)
         if not form.depth:
             return None
-        drawn = DraftedTexts(inputs.lengths, inputs.temperatures, inputs.seeds, inputs.greedy)
+        drawn = DraftedTexts.of_inputs(inputs)
         ranked = self._ranked(contexts, drawn, form.depth, self.width)
         lattice = Lattice(ranked.columns, ranked.values[:, :, None])
         most, width = inputs.most_nodes, None if form.forks else 1

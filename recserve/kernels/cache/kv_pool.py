@@ -73,6 +73,11 @@ class KVPool:
         self.keys = zeros(size, dtype, device)
         self.values = zeros(size, dtype, device)
 
+    @property
+    def first_scratch_slot(self) -> int:
+        """First slot of the scratch memory."""
+        return self.spare_slot + self.page_size
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores n tokens of one layer. slots: [n], distinct. key, value: [n, K, D]."""
         put(self.keys[layer], slots, key)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from recserve.drafters.draft_model.drafter import ModelDrafter
+from recserve.drafters.registry import drafter_classes
 from recserve.drafters.shared.feature_network import LayerView
 from recserve.engine.capture import EagerRecorder
 from recserve.engine.draft_graph import DraftBucket, DraftGraph, DraftGraphs, DraftLimits
@@ -36,7 +38,7 @@ from tests.support.text_engines import (
     shared_model,
     undrafted,
 )
-from tests.support.text_plain import drawn_model
+from tests.support.text_plain import VOCABULARY, drawn_model
 
 
 def block_maker(variant):
@@ -49,6 +51,16 @@ def block_maker(variant):
 def with_views(model, view, **sizes):
     """Returns an EAGLE-3 drafter whose layer sees a part of the rows."""
     return eagle(model, True, fields={"views": (view,)}, **sizes)
+
+
+def small_model(expansion):
+    """Returns a drafter that is nearly as good as the shared model."""
+    model, noise = drawn_model(1), torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        weight.add_(0.4 * weight.std() * torch.randn(weight.shape, generator=noise))
+    drafter = ModelDrafter(model, VOCABULARY, expansion)
+    drafter.network = drafter.model  # as the others call it
+    return drafter
 
 
 SIZES = {"width": 3, "depth": 4, "num_nodes": 12}
@@ -65,6 +77,8 @@ MAKERS = {
     "windows": block_maker("windows"),
     "dflash2": block_maker("dflash2"),
     "dspark-rnn": block_maker("dspark-rnn"),
+    "draft-model": lambda m, depth=4, **_: small_model((1,) * depth),
+    "draft-models-tree": lambda m, depth=4, **_: small_model((2, 1, 3, 1, 2)[:depth]),
     "specformer": lambda m, seed=0, width=3, num_nodes=12, **_: specformer(
         m, seed, width=width, num_nodes=num_nodes
     ),
@@ -150,7 +164,7 @@ def drawn_requests(name, rng, count):
         )
         nodes = rng.choice((None, 2, 12, 30))
         rule, tree = ("rejection", None) if rng.random() < 0.2 else ("sample", None)
-        if rng.random() < 0.15 and name != "block":
+        if rng.random() < 0.15 and drafter_classes()[name].takes_tree:
             tree = STATIC
         wanted = None if nodes is None else int(nodes)
         speculation = Speculation(name, rule, num_tokens=wanted, tree=tree)

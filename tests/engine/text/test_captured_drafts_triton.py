@@ -16,7 +16,7 @@ SIZES = {"width": 2, "depth": 3, "num_nodes": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dspark-rnn", "specformer"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dspark-rnn", "specformer", "draft-model"])
 @torch.inference_mode()
 def test_kernels_draft_the_same_in_fixed_shapes(kind, force_kernels, monkeypatch):
     """Padded and packed launches of the same kernels give the same drafts and entries."""

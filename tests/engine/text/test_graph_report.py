@@ -20,7 +20,7 @@ from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.device_worlds import recommending
 from tests.support.recorded_searches import with_searches
 from tests.support.recorded_steps import Counted, with_graphs
-from tests.support.text_engines import eagle, engine_for, prompts
+from tests.support.text_engines import add_drafter, eagle, engine_for, prompts
 from tests.support.text_plain import VOCABULARY, drawn_model
 
 SHAPES = (StepShape(4, 2, 1), StepShape(9, 2, 4))
@@ -34,11 +34,11 @@ def engine():
     model = drawn_model(1)
     made = with_graphs(model, Counted(lambda step: step), SHAPES)
     prompt = prompts(8)[2]
-    made.drafters["drawn"] = ModelDrafter(model, VOCABULARY)
+    add_drafter(made, "drawn", ModelDrafter(model, VOCABULARY))
     plain = SamplingParams(max_tokens=5)
     words = tuple((n % 40, n % 7) for n in range(100))
     made.run(TextQuery(prompt, plain))
-    drawn = SamplingParams(1.0, max_tokens=5)
+    drawn = SamplingParams(1.0, max_tokens=12)
     made.run(TextQuery(prompt, drawn, Speculation("drawn", "rejection")))
     made.run(TextQuery(prompt, SamplingParams(max_tokens=5, bad_words=words)))
     made.run_many([TextQuery(p, plain) for p in prompts(4)])

@@ -174,7 +174,7 @@ def test_every_drafter_drafts_in_the_first_step(name, prefill_tokens, model):
     tokens, *_ = plain(model, prompt.tolist(), params)
     drafter = MAKERS[name](model)
     engine = limited(engine_for(model, drafters={name: drafter}), prefill_tokens)
-    needs_state = drafter.reads_states or name == "medusa"
+    needs_state = bool(drafter.hidden_layers)
     rows = counting(engine)
     for prompt_rows in ([8, 8, 7] if prefill_tokens == 8 else [23], [0]):
         rows.clear()

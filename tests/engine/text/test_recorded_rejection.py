@@ -24,7 +24,14 @@ from tests.support.device_worlds import text_engine
 from tests.support.grids import chosen, sampled
 from tests.support.pretend_cuda import PretendCuda, looks_of_replays
 from tests.support.recorded_steps import Counted, with_graphs
-from tests.support.text_engines import PARAMETERS, assert_no_leak, engine_for, prompts, shared_model
+from tests.support.text_engines import (
+    PARAMETERS,
+    add_drafter,
+    assert_no_leak,
+    engine_for,
+    prompts,
+    shared_model,
+)
 from tests.support.text_plain import VOCABULARY, drawn_model
 
 SHAPES = (StepShape(2, 1, 0), StepShape(8, 1, 6), StepShape(100, 8, 12))
@@ -144,7 +151,8 @@ def test_drawn_drafts_without_a_place_for_probs_are_launched(engines):
     """Of a drafter that was not there when steps were recorded."""
     model = shared_model()
     engine = with_graphs(model, Counted(lambda step: step), SHAPES)
-    engine.drafters |= drafters_of(model)
+    for name, drafter in drafters_of(model).items():
+        add_drafter(engine, name, drafter)
     requests = requests_of("hot", Speculation("far", "block"))
     wanted = [answer.tokens.tolist() for answer in engines[0].run_many(requests)]
     assert [answer.tokens.tolist() for answer in engine.run_many(requests)] == wanted
