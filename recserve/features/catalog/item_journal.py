@@ -20,7 +20,7 @@ from typing import IO, ClassVar
 from recserve.features.catalog.catalog_log import Appended, JournalError
 from recserve.features.catalog.change_lines import format_line, parse_line
 from recserve.features.catalog.versions import ChangeSet
-from recserve.files import UnreadableFile
+from recserve.files import UnreadableFile, sync
 
 log = logging.getLogger(__name__)
 # What a line that a crash cut short may be: its beginning, or zeros that were not written yet.
@@ -122,7 +122,7 @@ class ItemJournal:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(file, text)
             new_path.replace(self.path)
-            _sync(self.path.parent)
+            sync(self.path.parent)
         except OSError as error:
             new_path.unlink(missing_ok=True)
             raise JournalError(f"{self.path}: not writable ({error})") from error
@@ -147,7 +147,7 @@ class ItemJournal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = self.path.open("ab", buffering=0)
-            _sync(self.path.parent)
+            sync(self.path.parent)
         except OSError as error:
             raise JournalError(f"{self.path}: not writable ({error})") from error
         try:
@@ -177,12 +177,3 @@ def _write(file: IO[bytes], data: bytes) -> None:
     while left:
         left = left[file.write(left) :]
     os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Syncs a folder, so that files created or renamed in it survive a crash."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
