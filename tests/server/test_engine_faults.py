@@ -32,6 +32,34 @@ sys.exit(serve(ServerConfig(bundle=bundle, store=store, port=int(port), device="
                             drain_delay_s=0, drain_timeout_s=1)))
 """
 
+HANGING_STORE = """
+import sys, threading
+from importlib.metadata import EntryPoint
+from recserve.config import ServerConfig
+from recserve.features.history import stores
+from recserve.server.run import serve
+from tests.support.partial_stores import MemoryStore
+
+
+class Hanging(MemoryStore):
+    blocks = True
+
+    @classmethod
+    def open(cls, url, options):
+        return cls()
+
+    def get_many(self, user_ids):
+        if "late" in user_ids:
+            threading.Event().wait()
+        return super().get_many(user_ids)
+
+
+stores.BUILT_IN += (EntryPoint("hanging", "__main__:Hanging", stores.GROUP),)
+bundle, store, port = sys.argv[1:]
+sys.exit(serve(ServerConfig(bundle=bundle, store=store, port=int(port), device="cpu",
+                            drain_delay_s=0, drain_timeout_s=60)))
+"""
+
 
 def test_a_hanging_step_turns_ready_to_503(tmp_path, monkeypatch):
     service = scripted(tmp_path, lambda prompt, seed: "yes")
@@ -73,25 +101,44 @@ def test_a_server_whose_engine_has_stopped_ends(tmp_path, monkeypatch, hangs):
     assert not hangs or statuses == [1]
 
 
-@pytest.mark.slow
-def test_sigterm_ends_a_process_whose_engine_hangs(tmp_path):
-    arguments = [str(shared_bundle()), f"lmdb:{tmp_path}/store", str(free_port())]
+@contextlib.contextmanager
+def served(script, store):
+    """Runs a server in a process, and yields the process and its address once it is ready."""
+    arguments = [str(shared_bundle()), store, str(free_port())]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RECSERVE_")}
     process = subprocess.Popen(
-        [sys.executable, "-c", HANGING, *arguments],
+        [sys.executable, "-c", script, *arguments],
         env=environment | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
     )
+    url = f"http://127.0.0.1:{arguments[2]}"
     try:
         while process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{arguments[2]}/health").status_code == 200:
+                if httpx.get(f"{url}/health").status_code == 200:
                     break
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 1
-        assert "not closed within 6.0 s" in process.stderr.read()
+        yield process, url
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_process_whose_engine_hangs(tmp_path):
+    with served(HANGING, f"lmdb:{tmp_path}/store") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+        assert "not closed within 6.0 s" in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_store_that_hangs_does_not_hold_up_a_drained_server():
+    """The process ends by itself, long before the drain timeout would end it."""
+    with served(HANGING_STORE, "hanging:here") as (process, url):
+        body = {"user": {"id": "late"}, "k": 3}
+        answer = httpx.post(f"{url}/v1/recommend", json=body, timeout=60)
+        assert answer.status_code == 200 and answer.json()["degraded"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(50) == 0
