@@ -76,6 +76,7 @@ class DraftBucket:
         form: What it computes.
         texts: Most texts.
         greedy: Whether no text draws.
+        new_states: S, most new states of a text.
         bytes: Memory of the tensors that grow with the vocabulary.
     """
 
@@ -83,6 +84,7 @@ class DraftBucket:
     form: DraftForm
     texts: int
     greedy: bool
+    new_states: int
     bytes: int
 
     @property
@@ -99,12 +101,17 @@ def draft_buckets(
 ) -> list[DraftBucket]:
     """Returns the drafts of all drafters in the order of capture.
 
-    The shallow ones come last, because a deeper graph can make their drafts.
+    The shallow ones come last, because a deeper graph can make their drafts. They read as many
+    states fewer as they have levels fewer, because a step accepts at most one node of each level.
     """
 
     def bucket(name: str, form: DraftForm, texts: int, greedy: bool) -> DraftBucket:
-        size = drafters[name].min_bytes(form, greedy) if form.depth else 0
-        return DraftBucket(name, form, texts, greedy, texts * size)
+        drafter = drafters[name]
+        new, size = drafter.most_new_states, 0
+        if form.depth:
+            new -= max(f.depth for f in drafter.forms if f.name == form.name) - form.depth
+            size = drafter.min_bytes(form, greedy)
+        return DraftBucket(name, form, texts, greedy, new, texts * size)
 
     buckets = [
         bucket(name, form, texts, greedy)
@@ -164,11 +171,13 @@ class _PlannedText:
         sequence: The text.
         place: Its number among the texts of the call.
         plan: Its draft.
+        num_new: Number of states that its drafter has not received.
     """
 
     sequence: TextSequence
     place: int
     plan: DraftPlan
+    num_new: int
 
 
 class DraftGraph(CapturedGraph[None]):
@@ -195,7 +204,7 @@ class DraftGraph(CapturedGraph[None]):
             bucket: Form, and most texts.
         """
         self.drafter, self.table, self.captured, self.bucket = drafter, table, captured, bucket
-        texts, new = bucket.texts, drafter.most_new_states
+        texts, new = bucket.texts, bucket.new_states
         size = texts * (NUM_COLUMNS + 2 * new)
         # Not pinned: the driver stages such a copy, so the next load may overwrite it at once.
         self._host = torch.zeros(size, dtype=torch.int64)
@@ -348,14 +357,16 @@ class DraftGraphs(GraphSet[DraftGraph]):
             elif rows is None and plan.form is READ:
                 drafts[place] = self._empty
             else:
-                groups.setdefault(plan.form.name, []).append(_PlannedText(text, place, plan))
+                new = 0 if rows is None else len(rows)
+                planned = _PlannedText(text, place, plan, new)
+                groups.setdefault(plan.form.name, []).append(planned)
         reads = groups.pop(READ.name, [])
         if groups:  # states are read beside drafts
             next(iter(groups.values())).extend(reads)
         elif reads:
             groups[READ.name] = reads
-        for form, planned in groups.items():
-            self._replay(name, form, planned, drafts)
+        for form, own in groups.items():
+            self._replay(name, form, own, drafts)
         return drafts
 
     def _replay(
@@ -388,14 +399,15 @@ class DraftGraphs(GraphSet[DraftGraph]):
     def _choose_graph(self, name: str, form: str, planned: Seq[_PlannedText]) -> DraftGraph | None:
         """Returns the graph that holds most of the texts, of these the smallest and shallowest.
 
-        None if no graph is as deep as the drafts.
+        None if no graph is as deep as the drafts, or has room for the new states of a text.
         """
         greedy = all(t.sequence.context.params.greedy for t in planned if t.plan.num_nodes)
         depth, count = max(text.plan.depth for text in planned), len(planned)
+        new = max(text.num_new for text in planned)
         deep = (
             graph
             for graph in self._by_kind.get((name, form, greedy), ())
-            if graph.bucket.form.depth >= depth
+            if graph.bucket.form.depth >= depth and graph.bucket.new_states >= new
         )
 
         def cost(graph: DraftGraph) -> tuple[int, int, int]:

@@ -240,7 +240,10 @@ class CapturableDrafter(Protocol):
 
     @property
     def most_new_states(self) -> int:
-        """S, the most states of a text that a captured draft reads."""
+        """S, the most states of a text that a captured draft reads.
+
+        A form with fewer levels than the deepest of its name reads as many states fewer.
+        """
         ...
 
     @property
