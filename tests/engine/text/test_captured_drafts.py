@@ -348,6 +348,8 @@ def test_a_draft_without_new_states_repeats_the_last(kind):
         ("eagle3", False),
         ("dspark-rnn", True),
         ("specformer", True),
+        ("draft-model", True),
+        ("draft-model", False),
         pytest.param("dflash2", True, marks=pytest.mark.slow),
         pytest.param("windows", True, marks=pytest.mark.slow),
     ],

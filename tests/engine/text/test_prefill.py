@@ -194,3 +194,32 @@ def test_drawn_drafts_in_the_first_step(rule, model):
     params = SamplingParams(seed=11, max_tokens=5)
     answer = engine.run(TextQuery(LONG, params, Speculation("draft_model", rule)))
     assert answer.timing.forwards == 1 and answer.counts.num_accepted_tokens == 4
+
+
+def count_tokens(drafter) -> list[int]:
+    """Returns a list that receives the number of tokens of each pass of a draft model."""
+    counts, run = [], drafter._run
+
+    def counted(tokens, *args):
+        counts.append(tokens.shape[0])
+        return run(tokens, *args)
+
+    drafter._run = counted
+    return counts
+
+
+@pytest.mark.parametrize("name", ["draft_model", "specinfer"])
+def test_a_draft_model_computes_no_token_of_a_cached_prefix(name, model):
+    """Of a prompt that is new, in chunks of 8 states, and of one that begins with it."""
+    drafter = MAKERS[name](model)
+    engine = limited(engine_for(model, drafters={name: drafter}), 8)
+    computed = [count_tokens(part) for part in drafter.parts]
+    params = SamplingParams(0.0, max_tokens=4)
+    engine.run(TextQuery(LONG, params, Speculation(name)))
+    assert all(sum(own) >= len(LONG) and max(own) <= 9 for own in computed)
+    for own in computed:
+        own.clear()
+    longer = np.concatenate([LONG, [5, 6]])
+    answer = engine.run(TextQuery(longer, params, Speculation(name)))
+    assert answer.timing.prefix_cached >= len(LONG) - 2
+    assert all(0 < own[0] <= 4 for own in computed)
