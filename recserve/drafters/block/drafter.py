@@ -227,8 +227,8 @@ class BlockDrafter(StateDrafter):
         config = self.network.config
         slots, words = config.num_slots, config.draft_vocab_size
         if config.markov is None:
-            return ranking_bytes(slots, words, greedy)
-        return 4 * (slots + 1) * words + ranking_bytes(1, words, greedy)
+            return ranking_bytes(slots, words)
+        return 4 * (slots + 1) * words + ranking_bytes(1, words)
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain."""

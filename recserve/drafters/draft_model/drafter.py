@@ -183,9 +183,10 @@ class ModelDrafter(StateDrafter):
         return forms
 
     def min_bytes(self, form: DraftForm, greedy: bool) -> int:
-        """Returns the memory of the logits of a level."""
+        """Returns the memory of the logits of a level. Without draws they are one table."""
         parents = math.prod(self.expansion[: form.depth - 1]) if form.forks else 1
-        return ranking_bytes(parents, self.model.config.vocab_size, greedy)
+        words = self.model.config.vocab_size
+        return 4 * parents * words if greedy else ranking_bytes(parents, words)
 
     @property
     def most_new_states(self) -> int:
@@ -308,6 +309,7 @@ class ModelDrafter(StateDrafter):
             else:
                 tokens, q = self._draw(logits, texts.drawn, way, first, width)
                 probs.append(q.flatten(1, 2))
+            del logits  # before the next level makes its own
             first += tokens[0].numel()
             # A smaller budget keeps small ranks at small depths, whatever was drawn.
             scores = -1.0 - 2.0 * torch.arange(width, device=device)

@@ -211,7 +211,7 @@ class EagleDrafter(StateDrafter):
     def min_bytes(self, form: DraftForm, greedy: bool) -> int:
         """Returns the memory of the logits of a level."""
         rows = self.width if form.forks and form.depth > 1 and not self._in_one_pass else 1
-        return ranking_bytes(rows, self.network.config.draft_vocab_size, greedy)
+        return ranking_bytes(rows, self.network.config.draft_vocab_size)
 
     @property
     def most_new_states(self) -> int:

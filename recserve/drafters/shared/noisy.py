@@ -29,12 +29,12 @@ NUM_NOISY_TOKENS = 128  # only this many likeliest tokens get noise; others are 
 BANNED_BY = 1e4  # what the values of banned columns lose: these stay finite and in order
 
 
-def ranking_bytes(rows: int, words: int, greedy: bool) -> int:
+def ranking_bytes(rows: int, words: int) -> int:
     """Returns the memory of logits [rows, words] in float32 while their columns are ranked.
 
-    If no text draws, there are two more tables: all values, and their exponentials or logarithms.
+    There are two more tables: divided logits, and their exponentials or logarithms.
     """
-    return 4 * rows * words * (3 if greedy else 1)
+    return 3 * 4 * rows * words
 
 
 def best_with_noise(

@@ -197,7 +197,7 @@ class SpecformerDrafter(StateDrafter):
 
     def min_bytes(self, form: DraftForm, greedy: bool) -> int:
         """Returns the memory of the logits of all slots."""
-        return ranking_bytes(form.depth, self.target.config.vocab_size, greedy)
+        return ranking_bytes(form.depth, self.target.config.vocab_size)
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain. A request's static tree is launched."""

@@ -94,7 +94,7 @@ def test_metrics_and_doctor_name_what_does_not_fit():
     """Of a captured drafter: what its limit of memory leaves out."""
     model = drawn_model(1)
     drafter = eagle(model, fused=True, width=8, depth=2)
-    most = 8 * drafter.min_bytes(drafter.forms[0], greedy=True) - 1
+    most = 8 * drafter.min_bytes(drafter.forms[0], greedy=False) - 1
     engine = engine_for(model, drafters={"eagle": drafter})
     scheduler = engine.schedulers["text"]
     place = CapturedDrafts.allocate(len(scheduler.kv.slots), 64, scheduler.kv.slots.device)
@@ -104,11 +104,11 @@ def test_metrics_and_doctor_name_what_does_not_fit():
     )
     stats = engine.stats()
     page = Metrics((), (), lambda: gauges_of(stats)).page().decode()
-    assert page.count("recserve_graph_missing{") == 1
-    assert 'recserve_graph_missing{bucket="eagle tree 2x8"} 1.0' in page
-    assert 'recserve_graph_record_bytes{bucket="eagle tree 2x8+"}' in page
+    assert page.count("recserve_graph_missing{") == 2
+    assert 'recserve_graph_missing{bucket="eagle tree 2x8+"} 1.0' in page
+    assert 'recserve_graph_record_bytes{bucket="eagle chain 2x8+"}' in page
     finding = doctor.describe_graphs(stats)
-    assert finding.state == "warn" and finding.detail.endswith("says why: eagle tree 2x8")
+    assert finding.state == "warn" and finding.detail.endswith("eagle tree 2x8, eagle tree 2x8+")
 
 
 def test_nothing_is_said_where_nothing_is_recorded():
@@ -183,7 +183,8 @@ def test_the_doctor_says_which_drafts_are_too_large():
         drafter.network.config = replace(config, vocab_size=words, draft_vocab_size=words)
         said.append(doctor.vocabulary_limit(1000, {"eagle": drafter}))
     assert said[0].endswith("all steps and drafts fit into 2048 MiB")
-    assert said[1].endswith(f"not captured: eagle tree {drafter.depth}x64, eagle tree 2x64")
+    trees = (f"eagle tree {depth}x64{drawn}" for depth in (4, 2) for drawn in ("", "+"))
+    assert said[1].endswith(f"not captured: {', '.join(trees)}")
 
 
 def test_the_doctor_loads_the_model_it_is_asked_about(tmp_path):
