@@ -1,8 +1,8 @@
 """CUDA graphs: a function of fixed shapes is captured once per bucket and replayed by one launch.
 
-`GraphSet` is the base of the three kinds of graphs: prefills (below), searches
-(beam_search_graph.py) and text steps (text_step_graph.py). Their functions share nothing. A prefill
-is the plainest.
+`GraphSet` is the base of the four kinds of graphs: prefills (below), searches
+(beam_search_graph.py), text steps (text_step_graph.py) and drafts (draft_graph.py). Their functions
+share nothing. A prefill is the plainest.
 
 The host needs hundreds of microseconds to launch a layer. For up to about a thousand rows the
 device computes it in less, so the prefill of one request waits for the host: a new history, or a
