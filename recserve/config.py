@@ -335,7 +335,7 @@ class ServerConfig(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _guarded(self) -> ServerConfig:
+    def _check_exposure(self) -> ServerConfig:
         if not (is_loopback(self.host) or self.api_keys or self.insecure):
             raise ValueError(
                 f"host {self.host} can be reached from outside and no api_keys are set; "

@@ -43,7 +43,7 @@ from recserve.schemas.items import (
     ScoringChoice,
 )
 from recserve.schemas.numbers import ENCODER
-from recserve.schemas.validation import converted, json_text
+from recserve.schemas.validation import json_text, to_message
 
 ANSWERS = pa.schema(
     [
@@ -124,7 +124,7 @@ class Defaults:
         if not 1 <= self.k <= MAX_K:
             raise ValueError(f"k is {self.k}; expected 1..{MAX_K}")
         if self.scoring is not None:
-            converted(json_text("scoring", self.scoring), ScoringChoice)
+            to_message(json_text("scoring", self.scoring), ScoringChoice)
 
 
 def check_schema(schema: Any, path: Path) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ class Generator:
             value = row.get(name)
             return default if value is None else value
 
-        return converted(
+        return to_message(
             {
                 "user": {"id": row["user_id"]},
                 "history": row.get("history"),

@@ -32,7 +32,7 @@ from recserve.schemas.items import (
     ErrorResponse,
     InvalidRequest,
 )
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.service.errors import INVALID, INVALID_STATUS, REFUSALS, Refusal, nearest
 
 
@@ -103,7 +103,7 @@ class LineTask(TextTask):
             given = msgspec.json.decode(line)
             if isinstance(given, dict) and isinstance(given.get("custom_id"), str):
                 custom_id = given["custom_id"][:512]
-            asked = converted(given, BatchLine)
+            asked = to_message(given, BatchLine)
             return custom_id, text_call(asked.url, asked.body, call_name(self.seed, row, custom_id))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return custom_id, MalformedLine(f"the line is not valid JSON: {error}")

@@ -23,7 +23,7 @@ from recserve.schemas.scoring import (
     RerankResponse,
 )
 from recserve.schemas.text import ChatRequest, CompletionRequest, TextResponse, Usage
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.service import Service
 from recserve.service.text.prompts import RANDOM_SEED
 from recserve.speculation.verifiers.registry import GREEDY, SAMPLE
@@ -99,7 +99,7 @@ def text_call(url: str, body: dict[str, Any], name: str) -> TextCall:
     """
     if url not in BODIES:
         raise InvalidRequest("url", f"expected one of {', '.join(BODIES)}, got {url[:80]!r}")
-    checked = converted(body, BODIES[url])
+    checked = to_message(body, BODIES[url])
     if isinstance(checked, CompletionRequest | ChatRequest):
         if checked.stream:
             raise InvalidRequest("stream", "expected false in a batch job, got true")

@@ -216,9 +216,9 @@ def _service(bundle: Path, store: str | None, device: Device) -> Service:
 
 def _body(kind: type[Body], **fields: Any) -> Body:
     """Builds a request body and validates it like the HTTP route. Raises ValueError."""
-    from recserve.schemas.validation import converted
+    from recserve.schemas.validation import to_message
 
-    return converted({n: v for n, v in fields.items() if v is not None}, kind)
+    return to_message({n: v for n, v in fields.items() if v is not None}, kind)
 
 
 def _print(answer: Any, as_json: bool, table: Table) -> None:

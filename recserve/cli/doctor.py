@@ -75,10 +75,10 @@ def examine(
         checks["graphs"] = lambda: check_graphs(llm, drafters)
     if bundle is not None or llm is not None:
         checks["served kernels"] = lambda: check_served_kernels(bundle, llm, weights)
-    return [_guarded(name, check) for name, check in checks.items()]
+    return [_run_check(name, check) for name, check in checks.items()]
 
 
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+def _run_check(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
     except Exception as error:
@@ -172,9 +172,9 @@ def check_kernels() -> Finding:
 
 def check_measured_kernels() -> Finding:
     """Compares C and torch on this CPU, for the work of a small model."""
-    from recserve.doctor.kernel_report import measured
+    from recserve.doctor.kernel_report import measure_kernels
 
-    return Finding("measured kernels", "ok", measured())
+    return Finding("measured kernels", "ok", measure_kernels())
 
 
 def _sum_up(found: dict[str, str]) -> list[tuple[str, str]]:
@@ -368,10 +368,10 @@ def describe_searches(stats: EngineStats, strategies: Seq[str]) -> Finding:
     """Lists the captured searches of an engine with seconds and memory, and the other ones."""
     what = "searches and prefills" if stats.graph_prefills else "searches"
     found = _records("searches", what, "requests x beams", stats)
-    return replace(found, detail=f"{found.detail}; {_launched(strategies)}")
+    return replace(found, detail=f"{found.detail}; {_list_launched(strategies)}")
 
 
-def _launched(strategies: Seq[str]) -> str:
+def _list_launched(strategies: Seq[str]) -> str:
     """Lists the searches that are never captured, with the reasons."""
     from recserve.engine.beam_search_graph import SearchLimits
     from recserve.search.strategy import strategy_classes

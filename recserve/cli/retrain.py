@@ -96,14 +96,14 @@ def read_config(path: Path, store: str | None = None) -> RetrainConfig:
     Raises:
         ValueError: If a field is wrong. The message names it.
     """
-    from recserve.schemas.validation import converted
+    from recserve.schemas.validation import to_message
     from recserve.training.retraining import RetrainConfig
 
     given = yaml_mapping(path, "CONFIG.yaml")
     if store is not None:
         given["store"] = store
     try:
-        checked = converted(given, RetrainConfig)
+        checked = to_message(given, RetrainConfig)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     root = path.resolve().parent

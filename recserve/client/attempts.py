@@ -183,7 +183,7 @@ class Attempts(Generic[A]):
         """Returns what reads the answer of an attempt."""
         return AnswerReader(self._request, response, self._options.max_answer_bytes)
 
-    def refused(self, response: httpx.Response, content: bytes | bytearray) -> float:
+    def delay_after(self, response: httpx.Response, content: bytes | bytearray) -> float:
         """Returns the seconds until the next attempt after an error of the server.
 
         Raises:

@@ -80,7 +80,7 @@ class Client(SyncOperations):
                     yield from reader.end()
                 if response.is_success:
                     return
-                wait_s = attempts.refused(response, reader.content)
+                wait_s = attempts.delay_after(response, reader.content)
             except httpx.ConnectError as error:
                 wait_s = attempts.unreachable(error)
             except httpx.TimeoutException:
@@ -153,7 +153,7 @@ class AsyncClient(AsyncOperations):
                     await response.aclose()
                 if response.is_success:
                     return
-                wait_s = attempts.refused(response, reader.content)
+                wait_s = attempts.delay_after(response, reader.content)
             except httpx.ConnectError as error:
                 wait_s = attempts.unreachable(error)
             except (TimeoutError, httpx.TimeoutException):

@@ -31,7 +31,7 @@ def rule() -> str:
     return f"C, compiled for {processor.instruction_set()}"
 
 
-def measured() -> str:
+def measure_kernels() -> str:
     """Says for each type how long C and torch take for the work of a small model."""
     if native.library() is None:
         return "nothing to compare: no compiled C kernels and no C compiler"

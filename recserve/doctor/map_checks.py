@@ -73,7 +73,17 @@ class MappedCheckpoint:
 
 def examine_map(given: MappedCheckpoint) -> list[Finding]:
     """Returns what is known of a checkpoint and its map. Raises ImportFault."""
-    checks = (_shared, _lengths, _offsets, _masked, _first_level, _prompt, _rule, _divisor, _memory)
+    checks = (
+        _shared,
+        _lengths,
+        _offsets,
+        _compare_masks,
+        _first_level,
+        _prompt,
+        _rule,
+        _divisor,
+        _memory,
+    )
     return [one for check in checks if (one := check(given)) is not None]
 
 
@@ -120,7 +130,7 @@ def _offsets(given: MappedCheckpoint) -> Finding | None:
     )
 
 
-def _masked(given: MappedCheckpoint) -> Finding | None:
+def _compare_masks(given: MappedCheckpoint) -> Finding | None:
     """Compares what the original's mask allows with the ids that there are."""
     ids = len(set(given.ids))
     if given.chosen.original_mask == "trie":

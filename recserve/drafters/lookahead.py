@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from recserve.drafters.shared.draft_tree import ROOT, DraftTree
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.kernels.acceptance.noise import DRAFT, uniform
 from recserve.kernels.host import on_device
 from recserve.speculation.draft import Budget, TextDraft, empty_draft
@@ -127,7 +127,7 @@ class LookaheadDrafter(Drafter):
         if self.from_text:
             self._feed(window, context.tokens)
         window.nodes, window.last = [], context.tokens[-1]
-        budget = allowed(context, budget, self.ngram * (self.window + self.guesses))
+        budget = limit_budget(context, budget, self.ngram * (self.window + self.guesses))
         guesses = window.pool.get(context.tokens[-1])
         tree = DraftTree()
         if only_chains(context):

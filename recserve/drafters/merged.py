@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 
 from recserve.drafters.shared.draft_tree import ROOT, DraftTree
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE
 from recserve.models.adapters import DecoderAdapter
@@ -107,7 +107,7 @@ class MergedDrafter(Drafter):
 
     def propose(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
         """Returns one tree per context."""
-        limits = [allowed(c, b, NO_LIMIT) for c, b in zip(contexts, budgets, strict=True)]
+        limits = [limit_budget(c, b, NO_LIMIT) for c, b in zip(contexts, budgets, strict=True)]
         found: list[list[TextDraft]] = [[] for _ in contexts]
         for number, source in enumerate(self.sources):
             rest = len(self.sources) - number

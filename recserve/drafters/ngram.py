@@ -16,7 +16,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from recserve.drafters.shared.limits import allowed
+from recserve.drafters.shared.limits import limit_budget
 from recserve.drafters.shared.token_string import RunningTexts
 from recserve.speculation.draft import Budget, TextDraft, chain_draft, empty_draft
 from recserve.speculation.drafter import Drafter, TextContext
@@ -53,15 +53,15 @@ class NgramDrafter(Drafter):
 
     def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
         text = self._texts.update(context)
-        budget = allowed(context, budget, self.num_tokens)
+        budget = limit_budget(context, budget, self.num_tokens)
         depth = min(budget.depth, budget.num_nodes)
-        found = self._followed(text)
+        found = self._find_continuation(text)
         if not found or not depth:
             return empty_draft()
         repeated = (found * (1 + depth // len(found)))[:depth]
         return chain_draft(torch.tensor([ord(token) for token in repeated]))
 
-    def _followed(self, text: str) -> str:
+    def _find_continuation(self, text: str) -> str:
         """Returns the continuation of the longest match; empty without a match.
 
         The newest occurrence of a longer n-gram is never newer than that of a shorter one. Each

@@ -44,7 +44,7 @@ from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.kernels.trie.fixed_trie import CAPACITY, NOWHERE, FixedTrie
 from recserve.kernels.trie.level_search import DEAD
-from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, counted
+from recserve.kernels.trie.trie import BatchFilter, LeafBits, Trie, count_leaves
 from recserve.models.item_heads import SelfDraftHead
 from recserve.models.semantic_id_model import SemanticIdModel
 from recserve.search.beam_search import (
@@ -520,7 +520,7 @@ class FixedFilter:
             self.largest = BatchFilter(torch.full((requests, excluded), NOWHERE, device=device))
             return
         size = requests, trie.base.num_items // 32 + 1
-        bits = counted(torch.full(size, -1, dtype=torch.int32, device=device))
+        bits = count_leaves(torch.full(size, -1, dtype=torch.int32, device=device))
         added = torch.full((requests, trie.capacity), NOWHERE, device=device)
         self.largest = BatchFilter(bits=bits, added=added)
 

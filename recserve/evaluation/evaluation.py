@@ -32,7 +32,7 @@ from recserve.models.imported_model import ImportedConfig
 from recserve.models.sasrec import SasRec, load_sasrec
 from recserve.models.scoring import Scoring
 from recserve.schemas.items import ScoringChoice
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.search.strategy import strategy_classes
 from recserve.service.auto_strategy import AutoSetting, read_auto
 from recserve.service.scoring import resolve_scoring
@@ -213,7 +213,7 @@ class EvaluationOptions:
         if self.strategy not in strategies:
             raise ValueError(f"strategy is {self.strategy!r}; choose one of {strategies}")
         if self.scoring is not None:
-            converted(dict(self.scoring), ScoringChoice)
+            to_message(dict(self.scoring), ScoringChoice)
             if self.strategy not in ("auto", "beam"):
                 raise ValueError(
                     f"scoring: only strategy 'beam' can be scored otherwise, got {self.strategy!r}"
@@ -314,7 +314,7 @@ def evaluate_recommender(
     used = config.scoring if isinstance(config, ImportedConfig) else None
     if options.scoring is not None:
         strategy = "beam"
-        used = scoring = resolve_scoring(converted(dict(options.scoring), ScoringChoice), config)
+        used = scoring = resolve_scoring(to_message(dict(options.scoring), ScoringChoice), config)
     if strategy == "auto":
         strategy = "beam" if answers.autoregressive else EXHAUSTIVE
         chosen = auto_of_bundle(bundle, answers) if options.dense_weight is None else {}

@@ -531,7 +531,9 @@ class Experiment:
             try:
                 self._keep(self.state())
             except OSError as error:
-                raise self._not_saved("is stopped, but runs again after a restart", error) from None
+                raise self._save_error(
+                    "is stopped, but runs again after a restart", error
+                ) from None
 
     def start(self) -> None:
         """Starts the experiment again with empty windows. Assignments are the same as before.
@@ -565,7 +567,7 @@ class Experiment:
             try:
                 self._keep(msgspec.structs.replace(state, **running))
             except OSError as error:
-                raise self._not_saved("is not started", error) from None
+                raise self._save_error("is not started", error) from None
             with self._lock:
                 self._status, self._reason, self._breach = "running", None, None
                 self._falling_back = False
@@ -860,7 +862,7 @@ class Experiment:
             raise
         self._kept = True
 
-    def _not_saved(self, outcome: str, error: OSError) -> ExperimentNotSaved:
+    def _save_error(self, outcome: str, error: OSError) -> ExperimentNotSaved:
         log.error("experiment %s %s: %s", self.name, outcome, error)
         return ExperimentNotSaved(
             f"experiment {self.name} {outcome}: its state cannot be written "

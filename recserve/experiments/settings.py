@@ -17,7 +17,7 @@ from recserve.experiments.assignment import WEIGHT_TOLERANCE, valid_weights
 from recserve.schemas.experiments import Mode, Use
 from recserve.schemas.items import InvalidRequest, RankRequest, RecommendRequest, StrictStruct
 from recserve.schemas.text import CompletionRequest
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 
 B = TypeVar("B", bound=msgspec.Struct)
 MAX_EXPERIMENTS = 32
@@ -106,7 +106,7 @@ class ArmFields:
             if name not in rules.fields:
                 listed = ", ".join(rules.fields)
                 raise InvalidRequest(name, f"expected a field of {listed}, got {name!r}")
-        body = converted({**rules.required, **given}, rules.kind)
+        body = to_message({**rules.required, **given}, rules.kind)
         return cls({name: getattr(body, name) for name in given})
 
     @property
@@ -162,7 +162,7 @@ class Exclusion:
         names = {name for arm in arms for name in arm.values}
         if names & set(rules.coupled):
             names |= set(rules.coupled)
-        plain = converted(dict(rules.required), rules.kind)
+        plain = to_message(dict(rules.required), rules.kind)
         widths = [arm.values["beam_width"] for arm in arms if arm.values.get("beam_width")]
         ordered = [name for name in rules.fields if name in names]
         return cls(
@@ -284,7 +284,7 @@ def parse_experiments(raw: Sequence[Mapping[str, Any]]) -> tuple[ExperimentSetti
     Raises:
         InvalidRequest: If a value is out of range; the message names field, bound and value.
     """
-    found = converted({"experiments": list(raw)}, _File).experiments
+    found = to_message({"experiments": list(raw)}, _File).experiments
     names = [one.name for one in found]
     for index, one in enumerate(found):
         place = f"experiments[{index}]"

@@ -44,7 +44,7 @@ def compile_prompts(
         histories = [_history(draw, codes, count) for _ in range(DRAWS)]
         prompt = _with_references(encode(histories[0]), histories[0], codes)
         for history in histories:
-            if _filled(prompt, history, codes) != encode(history):
+            if _fill(prompt, history, codes) != encode(history):
                 raise ImportFault(
                     f"the prompt of {count} items has other tokens for other ids; each code must "
                     "be a token of its own, and a template must not change ids"
@@ -180,7 +180,7 @@ def _with_references(
     return np.array(out, np.int64)
 
 
-def _filled(
+def _fill(
     prompt: np.ndarray, history: Sequence[Sequence[int]], codes: Sequence[Mapping[int, int]]
 ) -> list[int]:
     own = [level[code] for item in history for level, code in zip(codes, item, strict=True)]

@@ -80,7 +80,7 @@ class Items:
             body["history"] = sample.history
         if sample.candidates:
             body["candidates"] = [{"item_id": item_id} for item_id in sample.candidates]
-        return msgspec.json.encode(merged(body, fields))
+        return msgspec.json.encode(merge_fields(body, fields))
 
     def read(self, answer: Json) -> Reply:
         """Returns the slate or ranking. Raises MalformedReply."""
@@ -124,7 +124,7 @@ class Text:
         if self.streams:
             body["stream"] = True
             body["stream_options"] = {"include_usage": True}
-        return msgspec.json.encode(merged(body, fields))
+        return msgspec.json.encode(merge_fields(body, fields))
 
     def read(self, answer: Json) -> Reply:
         """Returns the text and its counts. Raises MalformedReply."""
@@ -167,7 +167,7 @@ def find_target(name: str, stream: bool = True) -> Target:
     return replace(target, streams=stream) if isinstance(target, Text) else target
 
 
-def merged(body: Mapping[str, object], fields: Mapping[str, object]) -> Json:
+def merge_fields(body: Mapping[str, object], fields: Mapping[str, object]) -> Json:
     """Returns the body with further fields; objects are merged, and dots in names nest.
 
     `{"speculation.drafter": "ngram"}` sets one field of `speculation` and leaves the others.
@@ -180,7 +180,7 @@ def merged(body: Mapping[str, object], fields: Mapping[str, object]) -> Json:
         old = result.get(head)
         if isinstance(value, Mapping):
             base = old if isinstance(old, Mapping) else {}
-            result[head] = merged(base, value)
+            result[head] = merge_fields(base, value)
         else:
             result[head] = value
     return result

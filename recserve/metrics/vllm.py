@@ -170,7 +170,7 @@ class VllmCollector(Collector):
         yield _refusals(self.sources["recserve_errors"], fixed)
         for rename in RENAMES:
             for family in self.sources[rename.source].collect():
-                yield _renamed(rename, family, fixed)
+                yield _rename(rename, family, fixed)
 
 
 def _gauges(gauges: Gauges, fixed: Mapping[str, str]) -> Iterator[Metric]:
@@ -234,7 +234,7 @@ def _refusals(errors: Collector, fixed: Mapping[str, str]) -> Metric:
     return counter
 
 
-def _renamed(rename: _Rename, family: Metric, fixed: Mapping[str, str]) -> Metric:
+def _rename(rename: _Rename, family: Metric, fixed: Mapping[str, str]) -> Metric:
     """Returns a family under its new name, with samples of equal labels summed."""
     found = Metric(rename.target, family.documentation, family.type)
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}

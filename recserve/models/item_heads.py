@@ -233,12 +233,12 @@ class SelfDraftHead(nn.Module):
         """Returns what each code of a level adds to the next state, [C_level, E]."""
         cell = self._cell(level)
         codes = self.tokens.weight[self._rows(level)]
-        return self._cached(
+        return self._cache(
             f"inputs {level}",
             lambda: F.linear(codes, cell.weight_ih, cell.bias_ih + cell.bias_hh),
         )
 
-    def _cached(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+    def _cache(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Returns a table that depends on the weights alone.
 
         It is cached while the weights cannot change (eval mode without gradients).

@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
         self.dtype, self.stored = weight.dtype, stored
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         self._product: LinearFn
-        self._product = stored_product(weight, bias, stored) if stored else _packed(weight, bias)
+        self._product = stored_product(weight, bias, stored) if stored else _pack(weight, bias)
 
     @property
     def panels(self) -> Panels | None:
@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
 
-def _packed(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnProduct:
+def _pack(weight: Tensor, bias: Tensor | None) -> Panels | OneDnnProduct:
     if products.runs_in_c(weight):
         return Panels.of(weight, bias)
     return OneDnnProduct(weight, bias)

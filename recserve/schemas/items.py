@@ -100,7 +100,7 @@ class InvalidRequest(ValueError):
         self.param = param
 
 
-def not_offered(
+def not_offered_error(
     param: str, value: str, offered: Iterable[str], lacking: Mapping[str, str]
 ) -> InvalidRequest:
     """Returns the error of a name that the server does not offer.

@@ -13,7 +13,7 @@ import msgspec
 
 from recserve.bounds import MAX_ID_LENGTH, id_of_number
 from recserve.schemas.items import InvalidRequest
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 
 T = TypeVar("T", bound=msgspec.Struct)
 AnyId = str | int | float | Decimal  # a number stands for its digits if it is whole
@@ -41,7 +41,7 @@ def check_body(body: T | Mapping[str, Any], kind: type[T]) -> T:
             given["candidates"] = [
                 {"item_id": one} if isinstance(one, AnyId) else one for one in candidates
             ]
-    return converted(given, kind)
+    return to_message(given, kind)
 
 
 def check_id(param: str, value: AnyId) -> str:

@@ -51,7 +51,7 @@ _JSON: msgspec.json.Decoder[Any] = msgspec.json.Decoder(float_hook=exact_number)
 _ENTRY = "[...]"  # msgspec's path step for some entry of a mapping; it does not name the key
 
 
-def converted(given: Any, kind: type[T]) -> T:
+def to_message(given: Any, kind: type[T]) -> T:
     """Converts plain Python values to a message type. A float such as 5.0 counts as an integer.
 
     Numbers may stand in the place of ids and times, see `number_texts`.

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from recserve.core.allowed import AllowedItems, is_removed
 from recserve.core.request import SlateQuery
 from recserve.kernels.host import on_device
-from recserve.kernels.trie.trie import BatchFilter, LeafFilter, Trie, counted
+from recserve.kernels.trie.trie import BatchFilter, LeafFilter, Trie, count_leaves
 
 NO_ROWS = np.empty(0, np.int64)
 
@@ -165,9 +165,11 @@ class RequestFilters:
         is_later = self._flip(bits, more, 1)
         self._flip(bits, excluded, -1)
         if not inserted.shape[0]:
-            return BatchFilter(bits=counted(bits))
+            return BatchFilter(bits=count_leaves(bits))
         later = more.masked_fill(~is_later | _among(more, excluded), trie.num_items)
-        return BatchFilter(bits=counted(bits), added=later.sort().values[:, : inserted.shape[0]])
+        return BatchFilter(
+            bits=count_leaves(bits), added=later.sort().values[:, : inserted.shape[0]]
+        )
 
     def _flip(self, words: Tensor, ranks: Tensor, sign: int) -> Tensor:
         """Adds (sign 1) or removes (sign -1) leaves in bitmaps, in place.

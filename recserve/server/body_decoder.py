@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET
 
 from recserve.schemas.items import InvalidRequest
-from recserve.schemas.validation import GOT_FLOAT, converted, number_texts, validation_error
+from recserve.schemas.validation import GOT_FLOAT, number_texts, to_message, validation_error
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
 def _convert(plain: Any, kind: type[T]) -> T:
     """Converts a body with numbers in the place of others or of texts. Raises InvalidRequest."""
     try:
-        return converted(plain, kind)
+        return to_message(plain, kind)
     except RecursionError:
         raise InvalidRequest(None, "the body is nested too deep") from None
 

@@ -54,7 +54,7 @@ from recserve.server.threads import (
 )
 from recserve.server.trace import Trace, upload_of
 from recserve.service import Service
-from recserve.service.pending import ItemService, Pending, numbered
+from recserve.service.pending import ItemService, Pending, id_of_part
 from recserve.service.text.pending_texts import PendingTexts
 from recserve.service.text.stream import Listener
 
@@ -605,12 +605,12 @@ class RequestContext:
             try:
                 works = await self.prepare(submit, deadline_s, self._item_threads(bodies))
             except DeadlineExceeded:
-                ids = [numbered(self.trace.request_id, number) for number in range(len(bodies))]
+                ids = [id_of_part(self.trace.request_id, number) for number in range(len(bodies))]
                 works = await self._begin_late(part, bodies, ids)
             return await self.gather(works, deadline_s, is_large(bodies))
 
         async def answer(number: int, body: Asked) -> Answered | Exception:
-            request_id = body.request_id or numbered(self.trace.request_id, number)
+            request_id = body.request_id or id_of_part(self.trace.request_id, number)
             own_s = deadline_s
             if body.timeout_ms is not None:
                 own_s = min(deadline_s, self.deadline_s(body.timeout_ms))

@@ -74,7 +74,7 @@ class ReplicaOptions(BaseModel):
     gpus: float = Field(default=0.0, ge=0, le=64)
 
     @model_validator(mode="after")
-    def _ordered(self) -> ReplicaOptions:
+    def _check_order(self) -> ReplicaOptions:
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(
                 f"max_replicas: expected at least min_replicas = {self.min_replicas}, "

@@ -25,7 +25,7 @@ from recserve.schemas.items import (
     RecommendResponse,
 )
 from recserve.schemas.numbers import ENCODER
-from recserve.schemas.validation import converted, json_text
+from recserve.schemas.validation import json_text, to_message
 
 USER, HISTORY, K, CANDIDATES = "user_id", "history", "k", "candidates"
 TYPES = {USER: "BYTES", HISTORY: "BYTES", K: "INT64", CANDIDATES: "BYTES"}
@@ -81,7 +81,7 @@ def slate_requests(body: InferRequest) -> list[RecommendRequest]:
         fields["strategy"] = given.strategy
     if given.beam_width is not None:
         fields["beam_width"] = given.beam_width
-    return [converted({**row, **fields}, RecommendRequest) for row in _rows(tensors)]
+    return [to_message({**row, **fields}, RecommendRequest) for row in _rows(tensors)]
 
 
 def ranking_requests(body: InferRequest) -> tuple[list[RankRequest], list[list[str]]]:
@@ -104,7 +104,7 @@ def ranking_requests(body: InferRequest) -> tuple[list[RankRequest], list[list[s
             "inputs", f"{CANDIDATES} has {len(candidates)} rows; expected {len(rows)}"
         )
     requests = [
-        converted({**row, **fields, "candidates": _candidates(ids)}, RankRequest)
+        to_message({**row, **fields, "candidates": _candidates(ids)}, RankRequest)
         for row, ids in zip(rows, candidates, strict=True)
     ]
     return requests, candidates

@@ -230,7 +230,7 @@ class ItemService(ABC, Generic[B, A]):
         """Checks a request and makes its queries. Raises InvalidRequest."""
 
 
-def numbered(request_id: str, index: int) -> str:
+def id_of_part(request_id: str, index: int) -> str:
     """Returns the id of one of several requests in a body."""
     return f"{request_id}.{index}"[-128:]
 

@@ -18,7 +18,7 @@ from recserve.features.catalog.versions import ItemChange
 from recserve.features.tables.items import AVAILABLE_FROM, EXPIRES_AT
 from recserve.features.vectors.text_encoder import unit
 from recserve.schemas.items import ItemInput, Rejection
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.service.history import EPOCH, MICROSECOND
 from recserve.service.snapshot import Snapshot
 
@@ -96,7 +96,7 @@ class PutRequest:
         for index, raw in enumerate(items):
             try:
                 # The fields that the schema names; all other fields are attributes.
-                bodies[index] = converted(
+                bodies[index] = to_message(
                     {name: value for name, value in raw.items() if name in ITEM_FIELDS}, ItemInput
                 )
             except ValueError as error:

@@ -18,7 +18,7 @@ from recserve.schemas.items import (
     RankedItem,
     RankRequest,
     RankResponse,
-    not_offered,
+    not_offered_error,
 )
 from recserve.service.attribution import ITEM_ID, Envelope
 from recserve.service.fields import check_fields
@@ -31,7 +31,7 @@ from recserve.service.pending import (
     Pending,
     Prepared,
     earlier_deadline,
-    numbered,
+    id_of_part,
     submit_prepared,
 )
 from recserve.service.prefixes import RankerPrefixBuilder, RecommenderPrefixBuilder
@@ -92,7 +92,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
         self.check_together(body.requests)
         answers: list[Prepared[RankResponse] | Exception] = []
         for index, one in enumerate(body.requests):
-            name = one.request_id or (numbered(request_id, index) if request_id else None)
+            name = one.request_id or (id_of_part(request_id, index) if request_id else None)
             try:
                 own_s = earlier_deadline(one.timeout_ms, deadline_s)
                 prepared = self._prepare(one, name, own_s)
@@ -156,7 +156,7 @@ class RankService(ItemService[RankRequest, RankResponse]):
     def _scorer_name(self, body: RankRequest) -> str:
         name = next(iter(self.scorers)) if body.scorer == "auto" else body.scorer
         if name not in self.scorers:
-            raise not_offered("scorer", name, ("auto", *self.scorers), SCORERS)
+            raise not_offered_error("scorer", name, ("auto", *self.scorers), SCORERS)
         return name
 
 

@@ -35,9 +35,9 @@ from recserve.schemas.items import (
     ScoringChoice,
     UnsupportedField,
     UsedScoring,
-    not_offered,
+    not_offered_error,
 )
-from recserve.schemas.validation import converted, json_text
+from recserve.schemas.validation import json_text, to_message
 from recserve.search.strategy import strategy_classes
 from recserve.service.attribution import ITEM_ID, Envelope
 from recserve.service.auto_strategy import (
@@ -59,7 +59,7 @@ from recserve.service.pending import (
     Late,
     Pending,
     Prepared,
-    numbered,
+    id_of_part,
     submit_prepared,
 )
 from recserve.service.prefixes import RecommenderPrefixBuilder
@@ -149,7 +149,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
     def check_scoring(self, text: str | None) -> bool:
         """Returns whether slates say how they were scored. See `Service.check_scoring`."""
         if text is not None:
-            choice = converted(json_text("scoring", text), ScoringChoice)
+            choice = to_message(json_text("scoring", text), ScoringChoice)
             self.check_model()
             assert self.prefixes is not None
             resolve_scoring(choice, self.prefixes.config)
@@ -177,7 +177,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         return submit_prepared(
             self._engine,
             [
-                self._prepare(body, numbered(request_id, index), deadline_s)
+                self._prepare(body, id_of_part(request_id, index), deadline_s)
                 for index, body in enumerate(bodies)
             ],
             client,
@@ -433,7 +433,7 @@ class RecommendService(ItemService[RecommendRequest, RecommendResponse]):
         if name not in there and name not in LISTS and name not in similar:
             lacking = {known: cls.missing for known, cls in strategy_classes().items()}
             lacking[BY_LINKS] = NO_LINKS
-            raise not_offered("strategy", name, (AUTO, *there, *LISTS, *similar), lacking)
+            raise not_offered_error("strategy", name, (AUTO, *there, *LISTS, *similar), lacking)
         return name, False
 
     def auto_setting(self, body: RecommendRequest) -> AutoSetting | None:

@@ -93,7 +93,7 @@ class ItemSimilarity:
         rows = np.unique(rows[-MAX_ITEMS:])
         linked = np.zeros(items.num_rows, np.float32)
         if strategy != BY_VECTORS and self.links is not None:
-            linked = self._linked(rows, items)
+            linked = self._mean_links(rows, items)
         if strategy == BY_LINKS:
             return np.where(linked > 0, linked, -np.inf).astype(np.float32)
         chosen = np.asarray(items.vectors[rows], np.float32)
@@ -154,7 +154,7 @@ class ItemSimilarity:
                     self._known[key] = nearest
         return [one for key in keys if (one := found[key]) is not None]
 
-    def _linked(self, rows: np.ndarray, items: CatalogVersion) -> np.ndarray:
+    def _mean_links(self, rows: np.ndarray, items: CatalogVersion) -> np.ndarray:
         """Returns [num_rows] float32 the mean of the links from items; later rows inherit them."""
         assert self.links is not None
         sums = np.zeros(len(self.vectors))

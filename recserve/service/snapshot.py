@@ -145,7 +145,7 @@ class Snapshot:
             items.num_rows,
             torch.from_numpy(_join(items.removed_rows, timed)),
             self.trie,
-            torch.from_numpy(_superseded(items)),
+            torch.from_numpy(_find_superseded(items)),
         )
         return replace(
             self,
@@ -160,7 +160,7 @@ class Snapshot:
     def compact_trie(self) -> Trie:
         """Builds a trie of this version without insertions; hidden items keep their leaves."""
         rows = self.trie.leaf_rows.cpu().long()
-        rows = rows[torch.from_numpy(~are_among(rows.numpy(), _superseded(self.items)))]
+        rows = rows[torch.from_numpy(~are_among(rows.numpy(), _find_superseded(self.items)))]
         codes = torch.from_numpy(self.items.codes[rows.numpy()].astype(np.int64))
         sizes = self.catalog.semantic_ids.codebook_sizes
         return build_trie(codes, sizes, rows, self.num_items).to(self.trie.device)
@@ -357,7 +357,7 @@ class Snapshot:
         return round(float(count), 1)
 
 
-def _superseded(items: CatalogVersion) -> np.ndarray:
+def _find_superseded(items: CatalogVersion) -> np.ndarray:
     """Returns the later rows of a version of several servers whose item has another row now.
 
     A server that began with a snapshot of the log never had them, so no score may depend on them.

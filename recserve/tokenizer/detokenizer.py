@@ -11,7 +11,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from recserve.tokenizer.token_bytes import Spelling, clean_up, spelled
+from recserve.tokenizer.token_bytes import Spelling, bytes_of_token, clean_up
 
 MAX_HELD = 16  # bytes of complete characters
 _WORD_BORDER = re.compile(r"(?<=[^ ']) (?=[^ '])")
@@ -166,7 +166,7 @@ class Detokenizer:
         Returns:
             Text of these tokens before that character.
         """
-        written = b"".join(spelled(self._table, token) for token in tokens)
+        written = b"".join(bytes_of_token(self._table, token) for token in tokens)
         if written:
             self._first = None
         if not self._bytes.isdisjoint(tokens):
@@ -220,7 +220,7 @@ class Detokenizer:
         if self._run:
             goes_on = not written or token in self._bytes
             run = _run_text(self._run, written if goes_on else None)
-            start += len(self._left_stripped(run))
+            start += len(self._strip_left(run))
         elif written and (pending := self._utf8.getstate()[0]):
             try:
                 codecs.getincrementaldecoder("utf-8")().decode(pending + written[:1])
@@ -231,7 +231,7 @@ class Detokenizer:
             begins = self._first.get(token, written)
         if self._num_stripped and not self._run:
             text = begins.decode("utf-8", "surrogateescape")
-            begins = self._left_stripped(text).encode("utf-8", "surrogateescape")
+            begins = self._strip_left(text).encode("utf-8", "surrogateescape")
         return start, len(written) - len(begins) if written.endswith(begins) else 0
 
     def finish(self) -> str:
@@ -246,13 +246,13 @@ class Detokenizer:
         shown = self._next(rest, final=True)
         return shown if self.stopped else shown + self._matcher.flush()
 
-    def _left_stripped(self, text: str) -> str:
+    def _strip_left(self, text: str) -> str:
         num = min(len(text) - len(text.lstrip(self._stripped)), self._num_stripped)
         return text[num:]
 
     def _next(self, piece: str, final: bool = False) -> str:
         if self._num_stripped and piece:
-            stripped = self._left_stripped(piece)
+            stripped = self._strip_left(piece)
             self._num_stripped = 0 if stripped else self._num_stripped - len(piece)
             piece = stripped
         if self._cleaner is not None:

@@ -142,14 +142,14 @@ def _now(form: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str, special: str) -> SandboxedTemplate:
+def _compile(source: str, special: str) -> SandboxedTemplate:
     return SandboxedTemplate(source, json.loads(special))
 
 
-def _rendered(request: dict[str, Any]) -> dict[str, str]:
+def _render(request: dict[str, Any]) -> dict[str, str]:
     """Returns `text`, or the `error` that the client is shown. No messages: it only compiles."""
     try:
-        template = _compiled(request["source"], json.dumps(request["special"]))
+        template = _compile(request["source"], json.dumps(request["special"]))
         if request["messages"] is None:
             return {"text": ""}
         text = template.render(
@@ -178,7 +178,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["most_s"])
-        answer = _rendered(request)
+        answer = _render(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

@@ -78,7 +78,7 @@ class Spelling:
         """Returns how many of the last tokens end in a character that is not complete."""
         tail = b""
         for num, token in enumerate(reversed(tokens[-MAX_CHARACTER_BYTES:]), 1):
-            tail = spelled(self.texts, token) + tail
+            tail = bytes_of_token(self.texts, token) + tail
             decoder = codecs.getincrementaldecoder("utf-8")()
             try:
                 decoder.decode(tail)
@@ -112,16 +112,16 @@ def token_bytes(decoder: Mapping[str, Any] | None, tokens: Mapping[int, str]) ->
         if after:
             one_strip = len(after) == 1 and after[0]["type"] == "Strip" and not after[0]["stop"]
             if not one_strip:
-                raise _unsupported(decoder)
+                raise _decoder_error(decoder)
             stripped, num_stripped = str(after[0]["content"]), int(after[0]["start"])
     falls_back = "ByteFallback" in kinds
     if falls_back:
         place = kinds.index("ByteFallback")
         if not _AFTER_BYTES.issuperset(kinds[place + 1 :]):
-            raise _unsupported(decoder)
+            raise _decoder_error(decoder)
         steps, kinds = steps[:place] + steps[place + 1 :], kinds[:place] + kinds[place + 1 :]
     if not _ELEMENTWISE.issuperset(kinds):
-        raise _unsupported(decoder)
+        raise _decoder_error(decoder)
     bytes_only = {}
     if falls_back:
         bytes_only = {n: m[1] for n, token in tokens.items() if (m := _BYTE.match(token))}
@@ -149,12 +149,12 @@ def clean_up(text: str) -> str:
     return text
 
 
-def shown(token: bytes) -> str:
+def format_token(token: bytes) -> str:
     """Returns a single token as text; bytes that are no character appear as `\\xe2`."""
     return token.decode("utf-8", "backslashreplace")
 
 
-def spelled(table: Sequence[bytes], token: int) -> bytes:
+def bytes_of_token(table: Sequence[bytes], token: int) -> bytes:
     """Returns the bytes of a token; none for an id that the tokeniser does not have."""
     return table[token] if token < len(table) else b""
 
@@ -168,7 +168,7 @@ def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     return [decoder]
 
 
-def _unsupported(decoder: Mapping[str, Any] | None) -> UnsupportedTokenizer:
+def _decoder_error(decoder: Mapping[str, Any] | None) -> UnsupportedTokenizer:
     kinds = " + ".join(str(step["type"]) for step in _steps(decoder))
     return UnsupportedTokenizer(
         f"the decoder of tokenizer.json is {kinds}; supported are ByteLevel, WordPiece, and the "

@@ -78,7 +78,7 @@ class TokenizerFiles:
             token: _id(f"{ADDED}: {token}", number)
             for token, number in read_fields(folder / ADDED).items()
         }
-        named, from_map = _named(CONFIG, config), _named(MAP, mapped)
+        named, from_map = _special_tokens(CONFIG, config), _special_tokens(MAP, mapped)
         ends = {
             file: str(tokens["eos_token"])
             for file, tokens in ((CONFIG, named), (MAP, from_map))
@@ -204,7 +204,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         raise UnsupportedTokenizer(str(error)) from error
 
 
-def _named(file: str, fields: Mapping[str, Any]) -> dict[str, Token]:
+def _special_tokens(file: str, fields: Mapping[str, Any]) -> dict[str, Token]:
     """Returns the special tokens that a file names: those of NAMES, and others of the model."""
     others = [
         name

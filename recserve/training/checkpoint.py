@@ -157,7 +157,7 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
         if not isinstance(run, dict) or not isinstance(written, dict):
             raise ValueError("its counters and settings are no JSON objects")
     except (SafetensorError, UnreadableFile, KeyError, ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
     recipe = json.loads(json.dumps(recipe))  # JSON turns tuples into lists
     if written != recipe:
         differs = sorted(k for k in {*written, *recipe} if written.get(k) != recipe.get(k))
@@ -167,10 +167,10 @@ def load_checkpoint(state: RunState, path: Path, recipe: dict[str, Any]) -> None
     try:
         _set(state, tensors, run, f"checkpoint {path.name}: ")
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of another model
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> ValueError:
+def _damage_error(path: Path, error: Exception) -> ValueError:
     text = f"no {error.args[0]}" if isinstance(error, KeyError) else str(error)
     return ValueError(f"checkpoint {path.name} is damaged ({text}); train without resume")
 

@@ -708,7 +708,7 @@ def publish(config: RetrainConfig, run: Run) -> dict[str, Any]:
     """Moves the run's bundle into the folder of bundles, under a name that no other one has."""
     folder, source = Path(config.bundles_dir), run.folder / "bundle"
     if "name" not in run.record:  # else an earlier process may have published it
-        number = max([run.number, *(n + 1 for n in published(config))])
+        number = max([run.number, *(n + 1 for n in list_published(config))])
         run.note("name", f"{config.name}-{number:04}")
     target = folder / run.record["name"]
     if not target.exists():
@@ -719,7 +719,7 @@ def publish(config: RetrainConfig, run: Run) -> dict[str, Any]:
     return {"name": target.name}
 
 
-def published(config: RetrainConfig) -> dict[int, Path]:
+def list_published(config: RetrainConfig) -> dict[int, Path]:
     """Returns the bundles that runs have published, by number in ascending order."""
     pattern = re.compile(rf"{re.escape(config.name)}-(\d{{4,}})")
     names = ((pattern.fullmatch(path.name), path) for path in Path(config.bundles_dir).iterdir())
@@ -734,7 +734,7 @@ def delete_old_bundles(config: RetrainConfig, run: Run) -> None:
     used = {run.record.get("served"), run.record.get("name")}
     if config.link is not None:
         used.add((folder / config.link).resolve().name)
-    for path in [*published(config).values()][: -config.keep_bundles]:
+    for path in [*list_published(config).values()][: -config.keep_bundles]:
         if path.name not in used and not path.is_symlink():
             aside = folder / f".{path.name}.old"
             shutil.rmtree(aside, ignore_errors=True)

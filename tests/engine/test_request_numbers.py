@@ -20,7 +20,7 @@ from recserve.core.request import (
 from recserve.engine.request_checks import check_numbers
 from recserve.models.inputs import NodeInputs
 from recserve.schemas.items import MAX_K, RecommendRequest
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.speculation.completion import TextQuery
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from tests.support.dense_worlds import World
@@ -121,7 +121,7 @@ def test_drafting_options_are_refused_by_name(value):
 @pytest.mark.parametrize("k", [-3, 0, 2.5, "3"])
 def test_the_engine_says_what_http_says(k):
     with pytest.raises(ValueError) as there:
-        converted({"history": ["a"], "k": k}, RecommendRequest)
+        to_message({"history": ["a"], "k": k}, RecommendRequest)
     with pytest.raises(ValueError, match=f"^{re.escape(str(there.value))}$"):
         WORLD.engine.submit(replace(SLATE, k=k))
 

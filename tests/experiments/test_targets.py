@@ -16,7 +16,7 @@ from recserve.load.targets import (
     MalformedReply,
     StreamJoiner,
     find_target,
-    merged,
+    merge_fields,
 )
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -133,7 +133,7 @@ def test_bodies_hold_the_sample_and_the_fields():
 def test_dotted_fields_nest_and_objects_merge():
     body = {"speculation": {"num_tokens": 5}, "k": 10}
     fields = {"speculation.drafter": "ngram", "exclude": {"seen": False}}
-    assert merged(body, fields) == {
+    assert merge_fields(body, fields) == {
         "speculation": {"num_tokens": 5, "drafter": "ngram"},
         "exclude": {"seen": False},
         "k": 10,

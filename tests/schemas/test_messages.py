@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recserve.experiments.settings import parse_experiments
 from recserve.schemas.items import InvalidRequest, ItemInput, RankRequest, RecommendRequest
 from recserve.schemas.text import CompletionRequest
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.server.body_decoder import MalformedBody, decode
 
 RECOMMEND = msgspec.json.Decoder(RecommendRequest)
@@ -90,7 +90,7 @@ def test_long_values_are_not_echoed_whole():
 )
 def test_values_of_plain_types_are_refused_in_the_same_words(kind, given, message):
     with pytest.raises(InvalidRequest) as caught:
-        converted(given, kind)
+        to_message(given, kind)
     assert str(caught.value) == message
 
 
@@ -98,7 +98,7 @@ def test_values_that_json_cannot_write_are_named():
     """Settings come from YAML and Python, which have numbers that JSON has no word for."""
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(InvalidRequest, match=f"expected float .*, got {value}$"):
-            converted({"dense_weight": value}, RecommendRequest)
+            to_message({"dense_weight": value}, RecommendRequest)
 
 
 @given(st.integers().filter(lambda value: value != 2))

@@ -22,7 +22,7 @@ from recserve.config import ServerConfig
 from recserve.engine.engine import Engine
 from recserve.engine.engine_config import EngineConfig
 from recserve.schemas.items import RankRequest, RecommendRequest, UserRef
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.server import lifecycle as lifecycle_module
 from recserve.server.lifecycle import CLOSE, Lifecycle
 from recserve.server.loader import ServiceLoader
@@ -105,7 +105,7 @@ def wanted(bundles: Path) -> dict[str, list]:
             for path, body in REQUESTS:
                 kind = RankRequest if path == "/v1/rank" else RecommendRequest
                 call = service.rank if kind is RankRequest else service.recommend
-                answer = call(converted(body, kind))
+                answer = call(to_message(body, kind))
                 items = [item.item_id for item in answer.items]
                 found.append((items, answer.catalog_version.partition(".")[0]))
             answers[service.versions()["model_version"]] = found

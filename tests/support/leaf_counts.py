@@ -2,7 +2,7 @@
 
 from torch import Tensor, zeros_like
 
-from recserve.kernels.trie.trie import LeafFilter, Leaves, listed
+from recserve.kernels.trie.trie import LeafFilter, Leaves, count_in_ranges
 
 
 def remaining(found: LeafFilter, trie, nodes: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def remaining(found: LeafFilter, trie, nodes: Tensor) -> Tensor:
         base = trie.built_leaves(nodes)
         left = left + found.bits.within(Leaves(base.first[None], base.last[None]))[0]
     if found.added is not None:
-        left = left + listed(found.added, leaves)
+        left = left + count_in_ranges(found.added, leaves)
     for ranks in found.excluded:
-        left = left - listed(ranks, leaves)
+        left = left - count_in_ranges(ranks, leaves)
     return left

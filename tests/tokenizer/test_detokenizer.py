@@ -6,7 +6,7 @@ import random
 import pytest
 
 from recserve.tokenizer.detokenizer import Detokenizer, StopMatcher
-from recserve.tokenizer.token_bytes import Spelling, UnsupportedTokenizer, shown, token_bytes
+from recserve.tokenizer.token_bytes import Spelling, UnsupportedTokenizer, format_token, token_bytes
 from recserve.tokenizer.tokenizer import TextTokenizer
 from tests.support.paths import reference
 
@@ -44,7 +44,7 @@ def test_bytes_that_are_no_character_show_as_a_replacement(tokenizer):
     detokenizer = Detokenizer(tokenizer.spelling)
     assert detokenizer.push(number) == ""
     assert detokenizer.finish() == "�"
-    assert shown(b"\xe2") == "\\xe2" and shown("é".encode()) == "é"
+    assert format_token(b"\xe2") == "\\xe2" and format_token("é".encode()) == "é"
 
 
 def test_any_tokens_stream_to_what_decoding_gives():

@@ -34,7 +34,7 @@ from recserve.drafters.shared.lattice_tree import (
     lattice_sizes,
     most_candidates,
 )
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.drafters.shared.new_states import (
     MAX_TEXTS,
     LastValues,
@@ -190,7 +190,7 @@ class BlockDrafter(StateDrafter):
         groups: dict[int | None, list[int]] = {}
         limits = []
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
-            most = allowed(context, budget, self.num_nodes)
+            most = limit_budget(context, budget, self.num_nodes)
             limits.append(most)
             if self.is_ready(context) and most.num_nodes and most.depth:
                 groups.setdefault(1 if only_chains(context) else None, []).append(i)
@@ -232,7 +232,7 @@ class BlockDrafter(StateDrafter):
 
     def plan(self, context: TextContext, budget: Budget) -> DraftPlan | None:
         """Plans a tree or a chain."""
-        most = allowed(context, budget, self.num_nodes)
+        most = limit_budget(context, budget, self.num_nodes)
         depth, (tree, chain) = min(most.depth, self.network.config.num_slots), self.forms
         form, width = (chain, 1) if only_chains(context) else (tree, None)
         sizes = lattice_sizes(self.num_candidates, depth, most.num_nodes, width)
@@ -272,14 +272,14 @@ class BlockDrafter(StateDrafter):
         logits = self.network.logits(outputs, self.target)
         if self.network.config.markov is not None:
             return self._markov_lattice(outputs, logits, texts)
-        ranked = self._ranked(logits, texts, 0)
+        ranked = self._rank(logits, texts, 0)
         tokens = self.network.targets(ranked.columns)
         if self.network.config.selector is None:
             logprobs = (ranked.values - ranked.total[..., None])[:, :, None]
             return Lattice(tokens, logprobs)
         selector = self.network.selector
         contexts_of = selector.contexts(outputs, _predecessors(tokens, texts.anchors))
-        pairs = self._scaled(contexts_of, selector.successors, ranked, texts)
+        pairs = self._scale_pairs(contexts_of, selector.successors, ranked, texts)
         return Lattice(tokens, pairs.log_softmax(-1))
 
     def outputs(self, anchors: Tensor, known: Prefixes, fixed_shapes: bool = False) -> Tensor:
@@ -314,7 +314,7 @@ class BlockDrafter(StateDrafter):
         outputs: Tensor = self.network(rows, positions, [attends[kind] for kind in kinds])
         return outputs.view(count, -1, outputs.shape[-1])
 
-    def _ranked(self, logits: Tensor, texts: _Drafted, first: int) -> _Ranked:
+    def _rank(self, logits: Tensor, texts: _Drafted, first: int) -> _Ranked:
         """Ranks the columns of logits [B, K, V] of the slots from `first` on."""
         if texts.drawn.greedy:
             scaled = logits / LEAST_SCALE
@@ -325,7 +325,7 @@ class BlockDrafter(StateDrafter):
         best = noisy.best(self.num_candidates)
         return _Ranked(best.columns, best.values, noisy.values.logsumexp(-1))
 
-    def _scaled(
+    def _scale_pairs(
         self, contexts: Tensor, successors: Tensor, ranked: _Ranked, texts: _Drafted
     ) -> Tensor:
         """Returns pair scores [B, K, P, C] with the scale and the noise of the values."""
@@ -346,9 +346,9 @@ class BlockDrafter(StateDrafter):
             contexts = head.contexts(hidden, above, state)
             greedy = head.contexts(hidden, before[:, None], state)
             bias = F.linear(greedy, head.successors).float()
-            ranked = self._ranked(logits[:, slot, None] + bias, texts, slot)
+            ranked = self._rank(logits[:, slot, None] + bias, texts, slot)
             # The values hold the bias of the greedy path. The difference is added.
-            pairs = self._scaled((contexts - greedy)[:, None], head.successors, ranked, texts)
+            pairs = self._scale_pairs((contexts - greedy)[:, None], head.successors, ranked, texts)
             state = head.advance(hidden, before, state)
             above = self.network.targets(ranked.columns[:, 0])
             before = above[:, 0]

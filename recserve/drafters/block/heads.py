@@ -91,13 +91,13 @@ class GroupedConv(nn.Module):
             The convolved input, and the coefficients [..., n S, taps, G] for `after`.
         """
         kernels = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.num_groups))
-        return self._convolved(x, kernels[..., 0, :, :], 0), kernels[..., 1, :, :]
+        return self._convolve(x, kernels[..., 0, :, :], 0), kernels[..., 1, :, :]
 
     def after(self, x: Tensor, coefficients: Tensor) -> Tensor:
         """Convolves a sublayer's output [..., n S, E] with the coefficients of its input."""
-        return self._convolved(x, coefficients, 1)
+        return self._convolve(x, coefficients, 1)
 
-    def _convolved(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
+    def _convolve(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
         rows, groups = (-1, self.block_size), self.num_groups
         blocks = x.reshape(*x.shape[:-2], *rows, groups, x.shape[-1] // groups)
         base = self.base_kernel[side].view(self.taps, groups, -1)

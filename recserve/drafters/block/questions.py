@@ -19,8 +19,8 @@ from recserve.drafters.block.layouts import read_block_config
 from recserve.drafters.block.network import BlockConfig
 from recserve.drafters.shared.questions import (
     INNER,
-    listed,
-    placed,
+    join_numbers,
+    place_field,
     rotary_questions,
     vocabulary_questions,
 )
@@ -60,10 +60,10 @@ def _layers(fields: Mapping[str, Any], config: BlockConfig, depth: int) -> Check
     for shift in (1, -1):
         moved = [number + shift for number in config.target_layers]
         if min(moved) >= 0 and max(moved) <= depth:
-            change = placed(fields, key, [int(number) + shift for number in ids], NESTED)
-            readings.append(CheckpointReading(f"after layer {listed(moved)}", change))
+            change = place_field(fields, key, [int(number) + shift for number in ids], NESTED)
+            readings.append(CheckpointReading(f"after layer {join_numbers(moved)}", change))
     return CheckpointAmbiguity(
-        "layers", f"after layer {listed(config.target_layers)}", tuple(readings)
+        "layers", f"after layer {join_numbers(config.target_layers)}", tuple(readings)
     )
 
 
@@ -71,7 +71,7 @@ def _attention(fields: Mapping[str, Any], config: BlockConfig) -> CheckpointAmbi
     flags = set(config.causal)
     taken = CAUSAL[config.causal[0]] if len(flags) == 1 else "causal in some layers"
     readings = tuple(
-        CheckpointReading(CAUSAL[other], placed(fields, "is_causal", other, (INNER,)))
+        CheckpointReading(CAUSAL[other], place_field(fields, "is_causal", other, (INNER,)))
         for other in (True, False)
         if flags != {other}
     )
@@ -81,7 +81,7 @@ def _attention(fields: Mapping[str, Any], config: BlockConfig) -> CheckpointAmbi
 def _anchor(fields: Mapping[str, Any], config: BlockConfig) -> Iterator[CheckpointAmbiguity]:
     if config.selector is None:  # DFlash2 predicts from masks only
         other = not config.from_anchor
-        change = placed(fields, "sample_from_anchor", other, NESTED)
+        change = place_field(fields, "sample_from_anchor", other, NESTED)
         yield CheckpointAmbiguity(
             "anchor", ANCHOR[config.from_anchor], (CheckpointReading(ANCHOR[other], change),)
         )

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from recserve.drafters.shared.limits import allowed, only_chains, wants_drawn
+from recserve.drafters.shared.limits import limit_budget, only_chains, wants_drawn
 from recserve.drafters.shared.new_states import (
     MAX_TEXTS,
     DraftStart,
@@ -248,7 +248,7 @@ class ModelDrafter(StateDrafter):
     def _limit(self, context: TextContext, budget: Budget) -> Budget:
         """Returns the size of a text's draft, within the budget and the model's positions."""
         sizes = list(accumulate(accumulate(self._widths(context), operator.mul), initial=0))
-        most, left = allowed(context, budget, sizes[-1]), self._positions - len(context.tokens)
+        most, left = limit_budget(context, budget, sizes[-1]), self._positions - len(context.tokens)
         depth = max(min(most.depth, len(self.expansion), left), 0)
         count = min(most.num_nodes, sizes[depth])
         return Budget(count, min(depth, count))

@@ -30,7 +30,7 @@ from recserve.drafters.eagle.files import load_eagle
 from recserve.drafters.eagle.questions import eagle_questions
 from recserve.drafters.shared.feature_network import FeatureNetwork, MaskRow, RowsBefore
 from recserve.drafters.shared.layer_views import attend_committed, attend_drafted, attend_new
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.drafters.shared.new_states import (
     MAX_TEXTS,
     DraftStart,
@@ -177,7 +177,7 @@ class EagleDrafter(StateDrafter):
             nodes, depth = self.num_nodes, self.depth
             if shape is not None:
                 nodes, depth = len(shape), shape.depth
-            most = allowed(context, budget, nodes)
+            most = limit_budget(context, budget, nodes)
             limits.append(Budget(most.num_nodes, min(most.depth, depth)))
             if self.is_ready(context) and limits[i].num_nodes and limits[i].depth:
                 groups.setdefault((width, shape), []).append(i)
@@ -222,7 +222,7 @@ class EagleDrafter(StateDrafter):
         """Plans a tree or a chain. Static trees are launched."""
         if self._shape(context) is not None:
             return None
-        most = allowed(context, budget, self.num_nodes)
+        most = limit_budget(context, budget, self.num_nodes)
         depth, (tree, chain_) = min(most.depth, self.depth), self.forms[:2]
         form, width = (chain_, 1) if only_chains(context) else (tree, self.width)
         count = min(most.num_nodes, tree_sizes(width, depth)[depth])

@@ -24,8 +24,8 @@ from recserve.drafters.eagle.files import (
 )
 from recserve.drafters.eagle.network import EagleConfig
 from recserve.drafters.shared.questions import (
-    listed,
-    placed,
+    join_numbers,
+    place_field,
     rotary_questions,
     vocabulary_questions,
 )
@@ -49,13 +49,13 @@ def eagle_questions(folder: Path, target: LanguageModel) -> tuple[CheckpointAmbi
     config = read_eagle_config(fields, eagle_tensor_names(folder), target)
     decoder = target.config.decoder
     return (
-        *(_fused(fields, config, decoder.num_layers) if config.fused else ()),
+        *(_fused_questions(fields, config, decoder.num_layers) if config.fused else ()),
         *rotary_questions(fields, config.decoder, decoder),
         *vocabulary_questions(folder, config.vocab_size),
     )
 
 
-def _fused(
+def _fused_questions(
     fields: Mapping[str, Any], config: EagleConfig, depth: int
 ) -> Iterator[CheckpointAmbiguity]:
     taken = read_target_layers(dict(fields), depth)
@@ -66,15 +66,15 @@ def _fused(
             change: dict[str, Any] = {OUTPUTS: None, LAYERS: moved}
             if fields.get("eagle_config"):
                 change["eagle_config"] = {LAYERS: None, OUTPUTS: None}
-            readings.append(CheckpointReading(f"after layer {listed(moved)}", change))
+            readings.append(CheckpointReading(f"after layer {join_numbers(moved)}", change))
     default = "the final state"
     if taken.layers != (FINAL_LAYER,):
-        default = f"after layer {listed(taken.layers)}"
+        default = f"after layer {join_numbers(taken.layers)}"
     yield CheckpointAmbiguity("layers", default, tuple(readings), taken.reason)
     for name, key, answers in (
         ("fed back", "norm_output", FED_BACK),
         ("residual", "norm_before_residual", RESIDUAL),
     ):
         flag = bool(getattr(config, key))
-        other = CheckpointReading(answers[not flag], placed(fields, key, not flag, NESTED))
+        other = CheckpointReading(answers[not flag], place_field(fields, key, not flag, NESTED))
         yield CheckpointAmbiguity(name, answers[flag], (other,))

@@ -28,7 +28,7 @@ from torch import Tensor
 from recserve.drafters.mask_tokens.adapter import MASK, MaskTokensAdapter
 from recserve.drafters.mask_tokens.files import load_mask_tokens
 from recserve.drafters.mask_tokens.network import MaskTokens
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.drafters.shared.noisy import best_with_noise
 from recserve.kernels.host import on_device
 from recserve.kernels.tree import CANDIDATE
@@ -200,7 +200,7 @@ class MaskTokensDrafter(Drafter):
         for i, (context, budget) in enumerate(zip(contexts, budgets, strict=True)):
             length, own = self._outputs.get(context.id, (0, nothing))
             own = own if length == len(context.tokens) else nothing
-            most = allowed(context, budget, budget.num_nodes)
+            most = limit_budget(context, budget, budget.num_nodes)
             if only_chains(context) or not most.num_nodes or not most.depth:
                 continue
             layout = MaskLayout.within(most, len(own), self.masks.num_masks, self.quadratic)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from recserve.drafters.medusa.files import load_accuracies, load_medusa
 from recserve.drafters.medusa.network import MedusaHeads
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.drafters.shared.noisy import best_with_noise
 from recserve.drafters.shared.rank_tree import RankTree, best_tree, expansion_tree, rank_tree
 from recserve.kernels.host import on_device
@@ -157,7 +157,7 @@ class MedusaDrafter(Drafter):
         A request's own tree takes precedence over the drafter's.
         """
         drafts = [empty_draft(self._device)] * len(contexts)
-        forms = [self._formed(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        forms = [self._shape(c, b) for c, b in zip(contexts, budgets, strict=True)]
         rest = []
         for i, (context, form) in enumerate(zip(contexts, forms, strict=True)):
             shape, ranked = form.shape, context.ranked
@@ -169,12 +169,12 @@ class MedusaDrafter(Drafter):
             tokens = torch.from_numpy(ranked[form.levels, form.ranks])
             drafts[i] = TextDraft(tokens, form.parents, shape.depth)
         if rest:
-            found = self._filled([contexts[i] for i in rest], [forms[i].shape for i in rest])
+            found = self._fill([contexts[i] for i in rest], [forms[i].shape for i in rest])
             for i, draft in zip(rest, found, strict=True):
                 drafts[i] = draft
         return drafts
 
-    def _filled(self, contexts: Seq[TextContext], shapes: Seq[RankTree]) -> list[TextDraft]:
+    def _fill(self, contexts: Seq[TextContext], shapes: Seq[RankTree]) -> list[TextDraft]:
         """Fills trees on the device with the heads' tokens."""
         guesses = self._guesses(contexts, max(shape.width for shape in shapes))
         places, parents = [], []
@@ -192,7 +192,7 @@ class MedusaDrafter(Drafter):
             )
         ]
 
-    def _formed(self, context: TextContext, budget: Budget) -> _Form:
+    def _shape(self, context: TextContext, budget: Budget) -> _Form:
         """Returns the request's or the drafter's tree within the budget."""
         paths = context.speculation.tree
         if only_chains(context):
@@ -202,7 +202,7 @@ class MedusaDrafter(Drafter):
         else:
             tree = rank_tree(paths)
             self._check_tree(tree)
-        budget = allowed(context, budget, len(tree.paths))
+        budget = limit_budget(context, budget, len(tree.paths))
         # A budget deeper than the tree gives the same form, so that the cache holds it once.
         return _form(tree, budget.num_nodes, min(budget.depth, tree.depth))
 

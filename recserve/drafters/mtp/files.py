@@ -182,7 +182,7 @@ def load_mtp(folder: Path, target: LanguageModel) -> Mtp:
         UnsupportedModel: If a field or tensor is unknown or does not fit; the message names it,
             the expected and the actual value.
     """
-    stored, fields = _stored(folder), _fields(folder)
+    stored, fields = _open_tensors(folder), _fields(folder)
     layout = _layout(stored, target)
     config = _read_config(fields, stored, layout, target)
     centred = _has_centred_norms(fields)
@@ -225,11 +225,11 @@ def read_mtp_config(folder: Path, target: LanguageModel) -> MtpConfig:
     Raises:
         UnsupportedModel: If a field or the name of a tensor does not fit.
     """
-    stored = _stored(folder)
+    stored = _open_tensors(folder)
     return _read_config(_fields(folder), stored, _layout(stored, target), target)
 
 
-def _stored(folder: Path) -> StoredTensors:
+def _open_tensors(folder: Path) -> StoredTensors:
     files = tensor_files(folder)
 
     def load(name: str) -> Tensor:

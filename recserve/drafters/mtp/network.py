@@ -168,7 +168,7 @@ class Mtp(nn.Module):
         Returns:
             [T, n E].
         """
-        rope, embedded = self._prepared(embedded, positions)
+        rope, embedded = self._prepare(embedded, positions)
         features, outputs = states, list[Tensor]()
         known: Seq[Tensor] = ()
         if len(self.blocks) > 1:
@@ -197,7 +197,7 @@ class Mtp(nn.Module):
         Returns:
             [..., T, n E], to feed back and to read logits from.
         """
-        rope, embedded = self._prepared(embedded, positions)
+        rope, embedded = self._prepare(embedded, positions)
         parts = features.chunk(len(self.blocks), dim=-1)
         outputs = [
             block(parts[number - 1], embedded, rope, number, attend)
@@ -205,7 +205,7 @@ class Mtp(nn.Module):
         ]
         return torch.cat(outputs, dim=-1)
 
-    def _prepared(self, embedded: Tensor, positions: Tensor) -> tuple[Rope, Tensor]:
+    def _prepare(self, embedded: Tensor, positions: Tensor) -> tuple[Rope, Tensor]:
         """Returns rotary positions, and the embedding with what is not read as zeros."""
         if self._frequencies.device != embedded.device:
             self._frequencies = self._frequencies.to(embedded.device)

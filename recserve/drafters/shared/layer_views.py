@@ -33,7 +33,7 @@ def attend_committed(
         views: What each layer sees. Empty if all layers see everything.
         pool: Pages of the network.
     """
-    return _attend(batch, views, pool, lambda view: _committed(batch, parts, view))
+    return _attend(batch, views, pool, lambda view: _narrow_committed(batch, parts, view))
 
 
 def attend_new(batch: TreeBatch, counts: Tensor, views: Seq[LayerView], pool: KVPool) -> Attend:
@@ -45,7 +45,7 @@ def attend_new(batch: TreeBatch, counts: Tensor, views: Seq[LayerView], pool: KV
         views: What each layer sees. Empty if all layers see everything.
         pool: Pages of the network.
     """
-    return _attend(batch, views, pool, lambda view: _new(batch, counts, view))
+    return _attend(batch, views, pool, lambda view: _narrow_new(batch, counts, view))
 
 
 def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> Attend:
@@ -56,7 +56,7 @@ def attend_drafted(batch: TreeBatch, views: Seq[LayerView], pool: KVPool) -> Att
         views: What each layer sees. Empty if all layers see everything.
         pool: Pages of the network.
     """
-    return _attend(batch, views, pool, lambda view: _drafted(batch, view))
+    return _attend(batch, views, pool, lambda view: _narrow_drafted(batch, view))
 
 
 def _attend(
@@ -68,7 +68,7 @@ def _attend(
     return LayeredAttention([attends[view] for view in views])
 
 
-def _committed(batch: TreeBatch, parts: Seq[StateSpan], view: LayerView) -> TreeBatch:
+def _narrow_committed(batch: TreeBatch, parts: Seq[StateSpan], view: LayerView) -> TreeBatch:
     """Returns the batch of committed rows for a view.
 
     Rows that see the same first row are one chain. A row behind a window is a tree of its own. Its
@@ -94,7 +94,7 @@ def _committed(batch: TreeBatch, parts: Seq[StateSpan], view: LayerView) -> Tree
     return TreeBatch(_chains(sizes, batch.slots.device), None, batch.slots, prefixes)
 
 
-def _new(batch: TreeBatch, counts: Tensor, view: LayerView) -> TreeBatch:
+def _narrow_new(batch: TreeBatch, counts: Tensor, view: LayerView) -> TreeBatch:
     """Returns the batch of a captured draft's committed rows for a view.
 
     Each row is a tree of its own, so that no shape depends on the rows.
@@ -127,7 +127,7 @@ def _chains(sizes: list[int], device: torch.device) -> TokenTree:
     )
 
 
-def _drafted(batch: TreeBatch, view: LayerView) -> TreeBatch:
+def _narrow_drafted(batch: TreeBatch, view: LayerView) -> TreeBatch:
     """Returns the batch of drafted rows for a view."""
     prefixes = batch.prefixes.after(view.first)
     if not view.window:

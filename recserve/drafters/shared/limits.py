@@ -7,7 +7,7 @@ from recserve.speculation.drafter import TextContext
 from recserve.speculation.verifiers.registry import verifiers
 
 
-def allowed(context: TextContext, budget: Budget, own: int) -> Budget:
+def limit_budget(context: TextContext, budget: Budget, own: int) -> Budget:
     """Returns the budget, limited to the number of nodes that the request allows.
 
     Args:

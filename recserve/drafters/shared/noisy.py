@@ -182,11 +182,11 @@ def noisy_logits(
     values = torch.addcmul(best.values, noise, texts.temperatures[:, None, None])
     values = values / texts.scales[:, None, None]
     if texts.truncates:
-        values = values - BANNED_BY * _banned(best.values, logits, texts)
+        values = values - BANNED_BY * _find_banned(best.values, logits, texts)
     return RankedColumns(best.indices, values)
 
 
-def _banned(values: Tensor, logits: Tensor, texts: DraftedTexts) -> Tensor:
+def _find_banned(values: Tensor, logits: Tensor, texts: DraftedTexts) -> Tensor:
     """Returns which of the largest values [B, W, C] of the logits [B, W, V] truncation bans.
 
     The values are in descending order. Of equal values it may ban one and not the other.

@@ -24,7 +24,7 @@ INNER = "transformer_layer_config"  # where speculators keeps the sizes of the l
 TURNED = {True: "halves", False: "pairs"}
 
 
-def placed(
+def place_field(
     fields: Mapping[str, Any], name: str, value: Any, places: tuple[str, ...]
 ) -> dict[str, Any]:
     """Returns the change of a field: inside the first of these objects that has it, or outside."""
@@ -34,7 +34,7 @@ def placed(
     return {name: value}
 
 
-def listed(numbers: tuple[int, ...] | list[int]) -> str:
+def join_numbers(numbers: tuple[int, ...] | list[int]) -> str:
     """Returns numbers as text."""
     return ", ".join(map(str, numbers))
 
@@ -55,12 +55,12 @@ def rotary_questions(
     for place in reversed(places):
         every |= fields.get(place) or {}
     halves = read_flag(every, NEOX, True)
-    turned = CheckpointReading(TURNED[not halves], placed(fields, NEOX, not halves, places))
+    turned = CheckpointReading(TURNED[not halves], place_field(fields, NEOX, not halves, places))
     yield CheckpointAmbiguity("rotary", TURNED[halves], (turned,))
     if (own.rope_theta, own.rope_scaling) != (target.rope_theta, target.rope_scaling):
         change = {INNER: _rope(target)} if fields.get(INNER) else _rope(target)
-        other = CheckpointReading(_named(target), change)
-        yield CheckpointAmbiguity("positions", _named(own), (other,))
+        other = CheckpointReading(_describe_scaling(target), change)
+        yield CheckpointAmbiguity("positions", _describe_scaling(own), (other,))
 
 
 def vocabulary_questions(folder: Path, vocab_size: int) -> Iterator[CheckpointAmbiguity]:
@@ -84,7 +84,7 @@ def _rope(target: DecoderConfig) -> dict[str, Any]:
     return {"rope_theta": target.rope_theta, "rope_parameters": None, "rope_scaling": rope}
 
 
-def _named(decoder: DecoderConfig) -> str:
+def _describe_scaling(decoder: DecoderConfig) -> str:
     scaling = decoder.rope_scaling
     named = "no scaling"
     if isinstance(scaling, RopeFactors):

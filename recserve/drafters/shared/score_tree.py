@@ -183,12 +183,12 @@ class ScoreTree:
                 text.
             fixed_shapes: As in `TreeBatch`.
         """
-        nodes, order, queries = self.computed()
+        nodes, order, queries = self._pack_frontiers()
         slots = first + order.numbers + order.texts * (self.num_parents * self.depth)
         counts = [self.frontier_tokens.shape[1]] * self.num_texts
         return TreeBatch(nodes, queries, slots, prefixes, counts, fixed_shapes=fixed_shapes)
 
-    def computed(self) -> tuple[TokenTree, NodeOrder, Tensor]:
+    def _pack_frontiers(self) -> tuple[TokenTree, NodeOrder, Tensor]:
         """Returns the packed trees of all frontiers, their order, and the nodes of the last one."""
         columns = [torch.cat(column, dim=1) for column in zip(*self._computed, strict=True)]
         keys, parents, tokens = columns

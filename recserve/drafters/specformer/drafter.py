@@ -29,7 +29,7 @@ from recserve.drafters.shared.lattice_tree import (
     lattice_sizes,
     most_candidates,
 )
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.drafters.shared.new_states import (
     MAX_TEXTS,
     LastValues,
@@ -223,7 +223,7 @@ class SpecformerDrafter(StateDrafter):
         if not form.depth:
             return None
         drawn = DraftedTexts.of_inputs(inputs)
-        ranked = self._ranked(contexts, drawn, form.depth, self.width)
+        ranked = self._rank(contexts, drawn, form.depth, self.width)
         lattice = Lattice(ranked.columns, ranked.values[:, :, None])
         most, width = inputs.most_nodes, None if form.forks else 1
         nodes = lattice_nodes(lattice, inputs.depths, inputs.num_nodes, most, width)
@@ -234,7 +234,7 @@ class SpecformerDrafter(StateDrafter):
         paths, most = context.speculation.tree, self.num_nodes
         if paths is not None and not only_chains(context):
             most = len(paths)
-        found = allowed(context, budget, most)
+        found = limit_budget(context, budget, most)
         return Budget(found.num_nodes, min(found.depth, self.network.config.num_slots))
 
     def _draft(self, contexts: Seq[TextContext], budgets: Seq[Budget]) -> list[TextDraft]:
@@ -244,7 +244,7 @@ class SpecformerDrafter(StateDrafter):
         table, device = contexts[0].table, self.pool.keys.device
         assert table is not None
         rows = on_device([context.row for context in contexts], device)
-        ranked = self._ranked(
+        ranked = self._rank(
             self._contexts_by_row.of(table)[rows],
             DraftedTexts.of(contexts, device),
             max(b.depth for b in budgets),
@@ -255,7 +255,7 @@ class SpecformerDrafter(StateDrafter):
         rows = on_device(np.array(free, np.int64), device)
         grown = iter(self._trees(tokens[rows], logprobs[rows], [budgets[i] for i in free]))
         return [
-            next(grown) if shape is None else _filled(shape, own)
+            next(grown) if shape is None else _fill(shape, own)
             for shape, own in zip(shapes, tokens, strict=True)
         ]
 
@@ -272,9 +272,7 @@ class SpecformerDrafter(StateDrafter):
         tokens, logprobs = tokens[..., : self.width], logprobs[..., : self.width]
         return lattice_drafts(Lattice(tokens, logprobs[:, :, None]), budgets)
 
-    def _ranked(
-        self, contexts: Tensor, drawn: DraftedTexts, depth: int, width: int
-    ) -> RankedColumns:
+    def _rank(self, contexts: Tensor, drawn: DraftedTexts, depth: int, width: int) -> RankedColumns:
         """Returns tokens and log-probabilities [B, depth, width] of each slot, best first.
 
         Args:
@@ -299,7 +297,7 @@ def _shape(context: TextContext, budget: Budget) -> RankTree | None:
     return None if paths is None else rank_tree(paths).within(budget)
 
 
-def _filled(shape: RankTree, tokens: Tensor) -> TextDraft:
+def _fill(shape: RankTree, tokens: Tensor) -> TextDraft:
     """Returns a static tree with the tokens [D, W] of the slots."""
     levels = on_device([len(path) - 1 for path in shape.paths], tokens.device)
     ranks = on_device([path[-1] for path in shape.paths], tokens.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recserve.drafters.shared.questions import listed
+from recserve.drafters.shared.questions import join_numbers
 from recserve.drafters.specformer.files import read_specformer_config
 from recserve.models.decoder import FINAL_LAYER
 from recserve.models.language_model import LanguageModel
@@ -25,12 +25,12 @@ def specformer_questions(folder: Path, target: LanguageModel) -> tuple[Checkpoin
     hooks = [depth if layer == FINAL_LAYER else layer for layer in config.target_layers]
     moved = [[hook + shift for hook in hooks] for shift in (1, -1)]
     readings = tuple(
-        CheckpointReading(listed(own), {"hook_list": own})
+        CheckpointReading(join_numbers(own), {"hook_list": own})
         for own in moved
         if min(own) >= 0 and max(own) <= depth
     )
     attention = CheckpointReading(CAUSAL[other], {"is_causal": other})
     return (
         CheckpointAmbiguity("attention", CAUSAL[config.causal], (attention,)),
-        CheckpointAmbiguity("layers", listed(hooks), readings),
+        CheckpointAmbiguity("layers", join_numbers(hooks), readings),
     )

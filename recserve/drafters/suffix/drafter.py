@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice, repeat
 
-from recserve.drafters.shared.limits import allowed, only_chains
+from recserve.drafters.shared.limits import limit_budget, only_chains
 from recserve.drafters.shared.token_string import (
     GAP,
     RunningTexts,
@@ -128,7 +128,7 @@ class SuffixDrafter(Drafter):
     def _draft(self, context: TextContext, budget: Budget) -> TextDraft:
         self._contexts[context.id] = context
         text = self._texts.update(context)
-        budget = allowed(context, budget, self.limits.num_tokens)
+        budget = limit_budget(context, budget, self.limits.num_tokens)
         depth = min(budget.depth, budget.num_nodes, self.limits.depth)
         if not depth:
             return empty_draft()

@@ -236,7 +236,7 @@ class ExpiringStore(StoreWrapper):
         while not self._stop.is_set():
             began_s = time.monotonic()
             page = self.store.users("", PAGE, after)
-            num_users += self._swept(list(dict.fromkeys(page.ids)))
+            num_users += self._sweep(list(dict.fromkeys(page.ids)))
             if (after := page.next) is None:
                 break
             self._stop.wait(REST * (time.monotonic() - began_s))
@@ -248,7 +248,7 @@ class ExpiringStore(StoreWrapper):
         self._thread.join()
         self.store.close()
 
-    def _swept(self, user_ids: list[str]) -> int:
+    def _sweep(self, user_ids: list[str]) -> int:
         """Deletes the expired events of some users, and returns how many of them had any."""
         before_us = self._before_us()
         found = zip(user_ids, self.store.get_many(user_ids), strict=True)

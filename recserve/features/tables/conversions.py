@@ -28,7 +28,7 @@ from recserve.bounds import (
     UNITS_PER_S,
 )
 from recserve.features.tables.column_names import list_names
-from recserve.features.tables.parquet import RowsError, SchemaError, is_text, mistyped
+from recserve.features.tables.parquet import RowsError, SchemaError, is_text, type_error
 from recserve.features.tables.rfc3339 import parse_timestamp
 
 OUT_OF_RANGE = -1
@@ -72,7 +72,7 @@ def convert_text(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
             return _cast(values, pa.large_string()), "bytes read as UTF-8"
         except pa.ArrowException:
             raise SchemaError("is binary and not UTF-8; expected string") from None
-    raise mistyped(values, "string")
+    raise type_error(values, "string")
 
 
 def convert_ids(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
@@ -128,12 +128,12 @@ def convert_values(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
     if pa.types.is_decimal(kind):
         values, note = values.cast(pa.float64()), f"{kind} read as numbers"
     elif not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        raise mistyped(values, "float")
+        raise type_error(values, "float")
     filled = pc.fill_null(pc.cast(values, pa.float64(), safe=False), 1.0)
     return np.asarray(filled.to_numpy(), dtype=np.float64), note
 
 
-def values_given(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
+def has_values(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
     """Returns [n] bool: whether `convert_values` finds a value."""
     return np.asarray(pc.is_valid(_numbers_of_text(_decode(values))[0])), ""
 
@@ -157,7 +157,7 @@ def convert_positions(values: pa.ChunkedArray) -> tuple[Times, str]:
     elif pa.types.is_null(values.type):
         values = values.cast(pa.int64())
     elif not pa.types.is_integer(values.type):
-        raise mistyped(values, "integer")
+        raise type_error(values, "integer")
     if values.type == pa.uint64() and (most := pc.max(values).as_py() or 0) >= 2**63:
         raise SchemaError(f"has {most}; expected integers of 64 bits with a sign")
     numbers, null = _int64(values)
@@ -235,7 +235,7 @@ def _of_numbers(values: pa.ChunkedArray) -> tuple[np.ndarray, str]:
             "seconds since 1970 as int64 or double"
         )
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise mistyped(values, "timestamp")
+        raise type_error(values, "timestamp")
     if pa.types.is_floating(values.type):
         raw = pc.fill_null(values, float("nan")).to_numpy()
         null = np.isnan(raw)

@@ -28,8 +28,8 @@ from recserve.features.tables.conversions import (
     convert_text,
     convert_times,
     convert_values,
+    has_values,
     show_time,
-    values_given,
 )
 from recserve.features.tables.event_files import (
     REMOVE,
@@ -198,7 +198,7 @@ class EventRows:
     ) -> None:
         """Rejects events of some types that have no value, which would count as 1."""
         given = np.zeros(len(source), dtype=bool)
-        given = source.convert("value", values_given, source.uses.get("value", ""), given)
+        given = source.convert("value", has_values, source.uses.get("value", ""), given)
         needed = np.array([name in types for name in self.type_names], bool)[self.types]
         check.refuse(
             needed & ~given,
@@ -481,7 +481,7 @@ def order_back(users: np.ndarray, times: np.ndarray, positions: np.ndarray) -> i
     return int(np.count_nonzero(back & (user[1:] == user[:-1])))
 
 
-def superseded(
+def find_superseded(
     users: np.ndarray, keys: np.ndarray, received: np.ndarray, num_rows: int
 ) -> np.ndarray:
     """Returns [num_rows] bool: True where a later version or a removal of the event follows.

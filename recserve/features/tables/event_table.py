@@ -18,9 +18,9 @@ from recserve.features.tables.event_rows import (
     EventRows,
     check_clocks,
     checked_rows,
+    find_superseded,
     join_reports,
     repeats,
-    superseded,
 )
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import InputTable
@@ -125,7 +125,7 @@ def _join(parts: Sequence[EventPart]) -> tuple[EventLog, BadRows]:
     # The removals follow the rows; what is last of an event counts.
     users = pa.concat_arrays([arrays.users, *(part.removed for part in parts)])
     codes = users.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    old = superseded(
+    old = find_superseded(
         codes,
         np.concatenate([*(part.keys for part in there), *(part.removed_keys for part in parts)]),
         np.concatenate([*(part.received for part in there), *(part.removed_at for part in parts)]),

@@ -48,8 +48,8 @@ from recserve.features.tables.parquet import (
     is_list,
     is_text,
     longer_than,
-    mistyped,
     null_or_blank,
+    type_error,
 )
 
 AVAILABLE_FROM, EXPIRES_AT = "available_from", "expires_at"
@@ -368,7 +368,7 @@ def _convert_categories(values: pa.ChunkedArray) -> tuple[pa.Array, str]:
         raise SchemaError(
             f"is {kind}; expected list<string>; join the steps of each path, as in {PATH_FORM}"
         )
-    raise mistyped(values, "list<string>")
+    raise type_error(values, "list<string>")
 
 
 def _num_equal(categories: pa.Array, path: str) -> int:

@@ -38,10 +38,10 @@ from recserve.features.tables.event_rows import (
     OpenedPart,
     check_chunk,
     check_type_count,
+    find_superseded,
     join_reports,
     order_back,
     repeats,
-    superseded,
 )
 from recserve.features.tables.events import EventLog
 from recserve.features.tables.input_table import (
@@ -417,7 +417,7 @@ class _Joining:
             file.num_kept += int(numbers[file.number])
         if self.joins:
             every = {n: np.concatenate([columns[n], gone[n]]) for n in ("user", "key", "received")}
-            old = superseded(every["user"], every["key"], every["received"], users.size)
+            old = find_superseded(every["user"], every["key"], every["received"], users.size)
             again = repeats(identity, ~old)
             self.num_versions += int(old.sum())
             self.num_again += int(again.sum())

@@ -485,11 +485,11 @@ def column(
         raise SchemaError(f"{path}: column {name} ({expected}) is missing; the file has {listed}")
     values = table.column(name)
     if not accepts(values.type):
-        raise SchemaError(f"{path}: column {name} {mistyped(values, expected)}")
+        raise SchemaError(f"{path}: column {name} {type_error(values, expected)}")
     return values
 
 
-def mistyped(values: pa.ChunkedArray, expected: str) -> SchemaError:
+def type_error(values: pa.ChunkedArray, expected: str) -> SchemaError:
     """Returns the error of a mistyped column, with a conversion that works on its values."""
     # A float as text is another id, 1.0 instead of 1, and bytes need not be text.
     kind = values.type

@@ -75,7 +75,7 @@ def _of_all_tokens(
     lanes = torch.arange(tiles * LANES, device=device).view(1, tiles, LANES)
     for top in range(0, rows, height):
         own = slice(top, top + height)
-        key, tail = _keyed(seeds[own, None, None], positions[own, None, None], stream)
+        key, tail = _split_keys(seeds[own, None, None], positions[own, None, None], stream)
         for left in range(0, tiles, step):
             part = slice(left, left + step)
             words = torch.stack(philox(key, (lanes[:, part], *tail)), dim=2)
@@ -97,7 +97,7 @@ def gumbel_of_tokens_reference(
     Returns:
         [n, k] float32.
     """
-    key, tail = _keyed(seeds[:, None], positions[:, None], stream)
+    key, tail = _split_keys(seeds[:, None], positions[:, None], stream)
     blocks = tokens // TILE * LANES + tokens % LANES
     words = torch.stack(philox(key, (blocks, *tail)), dim=-1)
     chosen = tokens // LANES % 4
@@ -113,7 +113,7 @@ def uniform(seeds: Tensor, positions: Tensor, draws: int, stream: int = ACCEPT) 
         draws: Numbers per row.
         stream: Which of the independent streams to use.
     """
-    key, tail = _keyed(seeds[:, None], positions[:, None], stream)
+    key, tail = _split_keys(seeds[:, None], positions[:, None], stream)
     blocks = torch.arange(-(-draws // 4), device=seeds.device)[None]
     words = torch.stack(philox(key, (blocks, *tail)), dim=-1).flatten(1)[:, :draws]
     return (words >> 8).float() * 2.0**-24
@@ -132,7 +132,7 @@ def step_keys(lengths: Tensor, numbers: Tensor) -> Tensor:
     return (lengths << 32) + numbers
 
 
-def _keyed(
+def _split_keys(
     seeds: Tensor, positions: Tensor, stream: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """Returns the Philox key, and the counter without its first word."""

@@ -219,13 +219,13 @@ def _plan(batch: TreeBatch) -> list[_Part]:
         bias = None
         if tree.prefix_limits is not None:
             place = torch.arange(prefix.shape[0], device=device)
-            bias = _added(place < tree.prefix_limits[nodes][:, None])
+            bias = _mask_bias(place < tree.prefix_limits[nodes][:, None])
         levels = int(tree.depths[nodes].max()) + 1
         shared = 0 if tree.shared is None else int(tree.shared[b])
         if not shared and 2 * levels <= stop - start:
             path = torch.cat([nodes[:, None], tree.ancestors(levels - 1)[nodes]], dim=1)
             own = batch.slots[path.clamp(min=0)]
-            parts.append(_Part(rows, _place(prefix), bias, own, _added(path >= 0)))
+            parts.append(_Part(rows, _place(prefix), bias, own, _mask_bias(path >= 0)))
             continue
         columns = torch.arange(start, stop, device=device)
         seen = (columns <= nodes[:, None]) & (nodes[:, None] < tree.ends[start:stop])
@@ -233,7 +233,7 @@ def _plan(batch: TreeBatch) -> list[_Part]:
         if bias is None:
             bias = torch.zeros(nodes.shape[0], prefix.shape[0], device=device)
         slots = torch.cat([prefix, batch.slots[start:stop]])
-        parts.append(_Part(rows, _place(slots), torch.cat([bias, _added(seen)], dim=1)))
+        parts.append(_Part(rows, _place(slots), torch.cat([bias, _mask_bias(seen)], dim=1)))
     return parts
 
 
@@ -244,6 +244,6 @@ def _place(slots: Tensor) -> slice | Tensor:
     return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
-def _added(mask: Tensor) -> Tensor:
+def _mask_bias(mask: Tensor) -> Tensor:
     """Returns 0 where the mask is true and -inf elsewhere."""
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.attention.reference import SOFTMAX, Activation, HeadLayout
-from recserve.kernels.native.native import LANES, TYPES, N, P, compiled, library
+from recserve.kernels.native.native import LANES, TYPES, N, P, get_library, library
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 
@@ -113,7 +113,7 @@ class NativeTreeAttention:
         heads, (kv_heads, dim) = query.shape[1], keys.shape[1:]
         query = query.contiguous()
         out = torch.empty_like(query)
-        compiled().tree_attention(
+        get_library().tree_attention(
             TYPES[query.dtype],
             query.data_ptr(),
             keys.data_ptr(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from recserve.kernels.cache.fp8 import Stored
-from recserve.kernels.native.native import compiled
+from recserve.kernels.native.native import get_library
 
 
 def move_paths(
@@ -16,7 +16,7 @@ def move_paths(
     lengths = lengths.clamp(max=sources.shape[1])
     sources, targets, lengths = (x.long().contiguous() for x in (sources, targets, lengths))
     layers, slots = keys.shape[:2]
-    compiled().move_paths(
+    get_library().move_paths(
         keys.data_ptr(),
         values.data_ptr(),
         sources.data_ptr(),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recserve.kernels.attention.native import NativeTreeAttention
 from recserve.kernels.linear.panels import LinearStruct, Panels
-from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
+from recserve.kernels.native.native import FLOAT, TYPES, N, P, get_library
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class NativeLayers:
         cos, sin, slots = (column.contiguous() for column in (*turns, slots))
         keys, values = (side[numbers.start :] for side in pool)
         scratch = x.new_empty(x.shape[0] * self.shape.scratch)
-        compiled().decoder_layers(
+        get_library().decoder_layers(
             TYPES[x.dtype],
             ctypes.addressof(self._layers) + numbers.start * ctypes.sizeof(_Layer),
             len(numbers),

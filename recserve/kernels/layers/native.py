@@ -10,14 +10,14 @@ from torch import Tensor
 
 from recserve.kernels.cache.fp8 import Stored
 from recserve.kernels.layers.reference import HeadNorms
-from recserve.kernels.native.native import TYPES, compiled
+from recserve.kernels.native.native import TYPES, get_library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight over the last dimension; x [..., E], weight [E] of x's type."""
     x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
-    compiled().rms_norm(
+    get_library().rms_norm(
         TYPES[x.dtype],
         x.data_ptr(),
         weight.data_ptr(),
@@ -34,7 +34,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
-    compiled().silu_mul(
+    get_library().silu_mul(
         TYPES[gate_up.dtype], gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size
     )
     return out
@@ -60,7 +60,7 @@ def rope_write(
         qkv = torch.cat([query, rms_norm(key, norms.key, norms.eps), value], dim=1)
     query = qkv.new_empty(rows, heads, dim)
     qkv, cos, sin, slots = (x.contiguous() for x in (qkv, cos, sin, slots))
-    compiled().rope_write(
+    get_library().rope_write(
         TYPES[qkv.dtype],
         qkv.data_ptr(),
         cos.data_ptr(),

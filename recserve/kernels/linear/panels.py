@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recserve.kernels.native.native import PANEL, TYPES, N, P, compiled, library
+from recserve.kernels.native.native import PANEL, TYPES, N, P, get_library, library
 
 # What panels hold: numbers of the activations' type, or of one of these.
 STORED = {torch.float16: 1, torch.int8: 2}
@@ -72,7 +72,7 @@ class Panels:
         dtype = dtype or weight.dtype
         each = 4 // weight.itemsize
         if weight.dtype == torch.int8:
-            each = compiled().int8_depth(TYPES[dtype], inner)
+            each = get_library().int8_depth(TYPES[dtype], inner)
         elif weight.dtype in STORED:
             each = 1
         rows = F.pad(weight, (0, 0, 0, -size % PANEL))
@@ -116,7 +116,7 @@ class Panels:
             )
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.size)
-        compiled().linear(
+        get_library().linear(
             TYPES[x.dtype],
             ctypes.byref(self.product),
             x.data_ptr(),

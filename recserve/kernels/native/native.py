@@ -70,7 +70,7 @@ def declare(loaded: ctypes.CDLL) -> None:
         function.argtypes, function.restype = arguments, RETURNS.get(name)
 
 
-def compiled() -> ctypes.CDLL:
+def get_library() -> ctypes.CDLL:
     """Returns the library. Call it only where there is one."""
     found = library()
     assert found is not None

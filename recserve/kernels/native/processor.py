@@ -36,7 +36,7 @@ class Level:
     bfloat16: bool = False
 
 
-def _capped(torch: str, onednn: str) -> dict[str, str]:
+def _cap_libraries(torch: str, onednn: str) -> dict[str, str]:
     return {"ATEN_CPU_CAPABILITY": torch, "ONEDNN_MAX_CPU_ISA": onednn}
 
 
@@ -46,12 +46,12 @@ LEVELS_OF_MACHINES: dict[str, dict[str, Level]] = {
         "x86-64-v3": Level(
             ("popcnt", "movbe", "abm", "bmi1", "bmi2", "f16c", "fma", "avx2"),
             ("-march=x86-64-v3",),
-            _capped("avx2", "AVX2"),
+            _cap_libraries("avx2", "AVX2"),
         ),
         "x86-64-v4": Level(
             ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
             ("-march=x86-64-v4",),
-            _capped("avx512", "AVX512_CORE"),
+            _cap_libraries("avx512", "AVX512_CORE"),
         ),
         "x86-64-v4-bf16": Level(
             ("avx512_bf16",), ("-march=x86-64-v4", "-mavx512bf16"), bfloat16=True
@@ -121,7 +121,7 @@ def processor() -> Processor:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    return described(text)
+    return parse_cpuinfo(text)
 
 
 def instructions() -> str:
@@ -132,7 +132,7 @@ def instructions() -> str:
     return f"C {instruction_set() or 'not used'}; torch {torch_uses}"
 
 
-def described(text: str) -> Processor:
+def parse_cpuinfo(text: str) -> Processor:
     """Returns the first processor of a /proc/cpuinfo, completed from Python's platform module."""
     first = text.partition("\n\n")[0]
     parts = (line.partition(":") for line in first.splitlines())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from recserve.kernels.linear.panels import LinearStruct, Panels
-from recserve.kernels.native.native import FLOAT, TYPES, N, P, compiled
+from recserve.kernels.native.native import FLOAT, TYPES, N, P, get_library
 from recserve.kernels.tree import TokenTree
 from recserve.kernels.trie.trie import LeafBits, LeafFilter, Trie
 
@@ -236,7 +236,7 @@ def wanted_prefixes(
         ctypes.addressof(limits),
         keys.data_ptr(),
     )
-    return keys[: compiled().wanted_prefixes(ctypes.addressof(wanted))]
+    return keys[: get_library().wanted_prefixes(ctypes.addressof(wanted))]
 
 
 def lay_out(
@@ -267,7 +267,7 @@ def lay_out(
         0,
         *places[5:],
     )
-    nodes = compiled().trie_layout(ctypes.addressof(layout))
+    nodes = get_library().trie_layout(ctypes.addressof(layout))
     tokens, parents, depths, ends, query_keys, *more = found[:, :nodes].unbind()
     tree = TokenTree(tokens, parents, depths, ends, offsets)
     if not known:
@@ -291,7 +291,7 @@ def scored_table(
     all_keys = torch.empty(count, dtype=torch.int64)
     all_slots = torch.empty(count, dtype=torch.int64)
     all_hidden = torch.empty(count, size, dtype=added_hidden.dtype)
-    compiled().scored_table(
+    get_library().scored_table(
         keys.shape[0],
         keys.data_ptr(),
         slots.data_ptr(),
@@ -314,7 +314,7 @@ def leaf_bits(rows: np.ndarray, leaf_rows: Tensor) -> LeafBits:
     leaves = leaf_rows.shape[0]
     words = torch.empty(1, leaves // 32 + 1, dtype=torch.int32)
     counts = torch.empty_like(words)
-    compiled().leaf_bits(
+    get_library().leaf_bits(
         rows.ctypes.data, leaf_rows.data_ptr(), leaves, words.data_ptr(), counts.data_ptr()
     )
     return LeafBits(words, counts)
@@ -346,7 +346,7 @@ def passed_prefixes(
         ctypes.addressof(limits),
         keys.data_ptr(),
     )
-    return keys[: compiled().passed_prefixes(ctypes.addressof(passed))]
+    return keys[: get_library().passed_prefixes(ctypes.addressof(passed))]
 
 
 class NativeDescent:
@@ -445,7 +445,7 @@ class NativeDescent:
                 s.cells, s.inputs = ctypes.addressof(self._cells), ctypes.addressof(self._inputs)
             s.contexts = contexts.data_ptr()
             s.next_request, s.next_level, _ = contexts.stride()
-        reached = compiled().trie_search(ctypes.addressof(s))
+        reached = get_library().trie_search(ctypes.addressof(s))
         return DescentResult(found_log_probs, found_paths, scored, list(used), list(lost), reached)
 
 

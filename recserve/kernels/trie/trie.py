@@ -758,11 +758,13 @@ class BatchFilter:
         """
         if self.excluded is not None:
             leaves = trie.leaves(nodes)
-            return (leaves.last - leaves.first) - listed(self.excluded, leaves)
+            return (leaves.last - leaves.first) - count_in_ranges(self.excluded, leaves)
         if self.bits is None:
             return None
         left = self.bits.within(trie.built_leaves(nodes))
-        return left if self.added is None else left + listed(self.added, trie.leaves(nodes))
+        return (
+            left if self.added is None else left + count_in_ranges(self.added, trie.leaves(nodes))
+        )
 
 
 def pack_leaves(allowed: Tensor) -> LeafBits:
@@ -772,18 +774,18 @@ def pack_leaves(allowed: Tensor) -> LeafBits:
     padded[:, :items] = allowed
     if allowed.device.type == "cpu":
         packed = np.packbits(padded.numpy(), axis=1, bitorder="little")
-        return counted(torch.from_numpy(packed.view("<i4")))
+        return count_leaves(torch.from_numpy(packed.view("<i4")))
     bits = padded.view(requests, -1, 32).int()
-    return counted((bits << torch.arange(32, device=allowed.device)).sum(-1).int())
+    return count_leaves((bits << torch.arange(32, device=allowed.device)).sum(-1).int())
 
 
-def counted(words: Tensor) -> LeafBits:
+def count_leaves(words: Tensor) -> LeafBits:
     """Adds the counts to words [B, n] int32."""
     counts = popcount(words)
     return LeafBits(words, counts.cumsum(-1, dtype=torch.int32) - counts)
 
 
-def listed(ranks: Tensor, leaves: Leaves) -> Tensor:
+def count_in_ranges(ranks: Tensor, leaves: Leaves) -> Tensor:
     """Returns how many of the ascending ranks lie in each range.
 
     Args:

@@ -112,14 +112,14 @@ def join_outcomes(
     items = pc.list_flatten(lists)
     for field in items.type:
         shown = shown.append_column(field.name, pc.struct_field(items, field.name))
-    joined = shown.join(_counted(outcomes, types), keys=KEYS, join_type="left outer")
+    joined = shown.join(_outcome_rows(outcomes, types), keys=KEYS, join_type="left outer")
     place = joined.schema.get_field_index("num_outcomes")
     counts = pc.fill_null(joined.column("num_outcomes"), 0)
     joined = joined.set_column(place, "num_outcomes", counts)
     return joined.sort_by([("time", "ascending"), ("token_id", "ascending"), ("rank", "ascending")])
 
 
-def _counted(rows: pa.Table, types: Collection[str] | None) -> pa.Table:
+def _outcome_rows(rows: pa.Table, types: Collection[str] | None) -> pa.Table:
     """Returns one row per slate and item with an outcome."""
     if types is not None:
         rows = rows.filter(

@@ -23,7 +23,7 @@ from recserve.schemas.text import (
 )
 from recserve.service.text.stream import Piece, TextStream, WrittenToken
 from recserve.speculation.completion import FinishReason
-from recserve.tokenizer.token_bytes import shown, spelled
+from recserve.tokenizer.token_bytes import bytes_of_token, format_token
 
 # Stands for minus infinity, which JSON cannot express; the same number as OpenAI's.
 LOWEST = -9999.0
@@ -109,7 +109,8 @@ class CompletionShape(Shape):
 
     def _logprobs(self, tokens: Sequence[WrittenToken]) -> CompletionLogprobs:
         names = [
-            shown(spelled(self.table, written.token)[written.num_left_out :]) for written in tokens
+            format_token(bytes_of_token(self.table, written.token)[written.num_left_out :])
+            for written in tokens
         ]
         chosen: list[float | None] = []
         top: list[dict[str, float] | None] = []
@@ -122,7 +123,11 @@ class CompletionShape(Shape):
             value = max(likely.chosen, LOWEST)
             row: dict[str, float] = {}
             for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
-                there = name if token == written.token else shown(spelled(self.table, token))
+                there = (
+                    name
+                    if token == written.token
+                    else format_token(bytes_of_token(self.table, token))
+                )
                 row.setdefault(there, max(logprob, LOWEST))
             chosen.append(value)
             top.append({**row, name: value})
@@ -172,12 +177,12 @@ class ChatShape(Shape):
     def _token(self, written: WrittenToken) -> TokenLogprob:
         likely = written.logprobs
         assert likely is not None, "a token of the prompt"
-        own = spelled(self.table, written.token)[written.num_left_out :]
+        own = bytes_of_token(self.table, written.token)[written.num_left_out :]
         top = []
         for token, logprob in zip(likely.top_tokens, likely.top_values, strict=True):
-            there = spelled(self.table, token)
-            top.append(TopLogprob(shown(there), max(logprob, LOWEST), list(there)))
-        return TokenLogprob(shown(own), max(likely.chosen, LOWEST), list(own), top)
+            there = bytes_of_token(self.table, token)
+            top.append(TopLogprob(format_token(there), max(logprob, LOWEST), list(there)))
+        return TokenLogprob(format_token(own), max(likely.chosen, LOWEST), list(own), top)
 
 
 def token_sources(piece: Piece) -> list[TokenSource]:

@@ -15,7 +15,7 @@ from recserve.service.text.prompts import Prompt
 from recserve.service.text.stream import TextStream, WrittenToken
 from recserve.speculation.completion import TokenLogprobs
 from recserve.tokenizer.detokenizer import Detokenizer
-from recserve.tokenizer.token_bytes import Spelling, shown, spelled
+from recserve.tokenizer.token_bytes import Spelling, bytes_of_token, format_token
 from recserve.tokenizer.tokenizer import TextTokenizer
 
 
@@ -104,7 +104,7 @@ def written_prompt(
         places = []
         starts = tokenizer.starts(text, prompt.tokens)
         for token, start in zip(prompt.tokens, starts, strict=True):
-            piece = spelled(table, token).decode("utf-8", "ignore")
+            piece = bytes_of_token(table, token).decode("utf-8", "ignore")
             added = piece.startswith(" ") and not text.startswith(piece, start)
             places.append((start, int(added)))
     else:
@@ -139,7 +139,9 @@ def prompt_logprobs(
     for place, token in enumerate(prompt.tokens[1:]):
         values = {
             str(top): PromptLogprob(
-                logprob=float(value), rank=rank, decoded_token=shown(spelled(table, top))
+                logprob=float(value),
+                rank=rank,
+                decoded_token=format_token(bytes_of_token(table, top)),
             )
             for rank, (top, value) in enumerate(
                 zip(
@@ -153,7 +155,7 @@ def prompt_logprobs(
         own = PromptLogprob(
             logprob=float(scores.chosen[place]),
             rank=int(scores.ranks[place]),
-            decoded_token=shown(spelled(table, token)),
+            decoded_token=format_token(bytes_of_token(table, token)),
         )
         entries.append({str(token): own, **values})
     return entries

@@ -23,7 +23,7 @@ from recserve.drafters.registry import (
 )
 from recserve.schemas.chat_messages import ChatMessage, ToolCall
 from recserve.schemas.encoding import TokenizeRequest
-from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered
+from recserve.schemas.items import InvalidRequest, UnsupportedField, not_offered_error
 from recserve.schemas.text import (
     MAX_CHOICES,
     MAX_NAMED,
@@ -229,7 +229,7 @@ def speculation(
         if value not in there:
             trained = [name for name in drafter_classes() if name not in weightless_drafters()]
             lacking = {name: f"start the server with `--drafter {name}=FOLDER`" for name in trained}
-            raise not_offered(f"speculation.{field}", value, there, lacking)
+            raise not_offered_error(f"speculation.{field}", value, there, lacking)
     if verifier == GREEDY and temperature != 0:
         raise InvalidRequest("speculation.verifier", "greedy needs temperature 0; use sample")
     tree = None if options.tree is None else tuple(tuple(path) for path in options.tree)
@@ -451,10 +451,10 @@ def _prompt(
         raise InvalidRequest(param, "is empty; this model needs at least one token to continue")
     if isinstance(given, str):
         return Prompt(param, tokens, given, True)
-    return _echoed(param, tokens, model) if echo else Prompt(param, tokens, "", False)
+    return _echo(param, tokens, model) if echo else Prompt(param, tokens, "", False)
 
 
-def _echoed(param: str, tokens: list[int], model: TextModel) -> Prompt:
+def _echo(param: str, tokens: list[int], model: TextModel) -> Prompt:
     """Returns a prompt of tokens with its text."""
     end = len(tokens) - model.tokenizer.spelling.num_open(tokens)
     return Prompt(param, tokens, model.tokenizer.decode(tokens[:end]), False, tokens[end:])

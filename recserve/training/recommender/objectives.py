@@ -128,7 +128,7 @@ def level_loss(
             target = model.item_tokens[rows, level]
             logits = model.full_logits(states).float()
             weights = _part(batch.target_weights, part)
-            total = total + _summed(logits, target, weights, objective.label_smoothing)
+            total = total + _sum_losses(logits, target, weights, objective.label_smoothing)
             continue
         parents, targets = paths[rows, level], paths[rows, level + 1]
         children = trie.children(parents)
@@ -204,7 +204,7 @@ def sampled_softmax_loss(
     )
     own = (query * model.dense_item_rows(targets)).sum(-1, keepdim=True).float()
     first = torch.zeros_like(targets)
-    return _summed(torch.cat([own, logits], dim=1), first, weights)
+    return _sum_losses(torch.cat([own, logits], dim=1), first, weights)
 
 
 def hits(sample: Tensor, which: Tensor, rows: Tensor, num_queries: int) -> Tensor:
@@ -244,7 +244,7 @@ def heads_loss(model: Recommender, batch: HistoryBatch, trunk: Tensor) -> Tensor
     for level, offset in enumerate(offsets):
         logits = model.parallel_logits(trunk, level).float()
         target = model.item_tokens[batch.trunk_rows, level] - offset
-        total = total + _summed(logits, target, batch.trunk_weights)
+        total = total + _sum_losses(logits, target, batch.trunk_weights)
     return total
 
 
@@ -252,7 +252,7 @@ def _part(weights: Tensor | None, part: slice) -> Tensor | None:
     return None if weights is None else weights[part]
 
 
-def _summed(
+def _sum_losses(
     logits: Tensor, targets: Tensor, weights: Tensor | None, smoothing: float = 0.0
 ) -> Tensor:
     """Returns the sum of the cross-entropy of each row, times its weight [n] if there are any."""

@@ -2,7 +2,7 @@
 
 import platform
 
-from recserve.kernels.native.processor import described
+from recserve.kernels.native.processor import parse_cpuinfo
 
 INTEL = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -18,17 +18,17 @@ ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd bf16\nCPU part\t
 
 
 def test_the_first_processor_of_several():
-    found = described(INTEL)
+    found = parse_cpuinfo(INTEL)
     assert found.name == "Intel(R) Xeon(R) CPU @ 2.50GHz"
     assert found.flags == {"fpu", "avx2", "avx512f"}
 
 
 def test_an_arm_has_features_and_no_name():
-    found = described(ARM)
+    found = parse_cpuinfo(ARM)
     assert found.flags == {"fp", "asimd", "bf16"}
     assert found.name == (platform.processor() or platform.machine())
 
 
 def test_a_system_that_says_nothing():
-    found = described("")
+    found = parse_cpuinfo("")
     assert found.name and not found.flags

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from recserve.core.constraint import Matcher, has_token, num_words
 from recserve.schemas.items import InvalidRequest
 from recserve.schemas.text import ChatRequest, CompletionRequest
-from recserve.schemas.validation import converted
+from recserve.schemas.validation import to_message
 from recserve.service.text.model import TextModel
 from recserve.service.text.prompts import TextPlan, plan_chat, plan_completion
 from recserve.service.text.tool_calls.turn import TurnParser
@@ -84,7 +84,7 @@ def model_of(folder, template: str, thinks: bool) -> TextModel:
 
 def planned(model: TextModel, **fields) -> TextPlan:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **fields}
-    return compiled(lambda: plan_chat(converted(body, ChatRequest), model))
+    return compiled(lambda: plan_chat(to_message(body, ChatRequest), model))
 
 
 def allows(model: TextModel, plan: TextPlan, text: str) -> bool:
@@ -109,7 +109,7 @@ def test_what_a_field_lets_through(tmp_path, name, thinks):
     for before in ("", THOUGHTS) if thinks else ("",):
         assert [text for text in fits if not allows(model, plan, before + text)] == []
         assert [text for text in others if allows(model, plan, before + text)] == []
-    body = converted({"prompt": "a", **fields}, CompletionRequest)
+    body = to_message({"prompt": "a", **fields}, CompletionRequest)
     plan = compiled(lambda: plan_completion(body, model))
     assert [allows(model, plan, text) for text in (*fits, *others)] == [
         *[True] * len(fits),

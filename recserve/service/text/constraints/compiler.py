@@ -68,11 +68,11 @@ class ConstraintCompiler:
         """
         if not self.end_tokens:
             raise UnsupportedField(param, "this model names no end token; its texts cannot end")
-        found = None if wanted is None else self._cached(wanted)
+        found = None if wanted is None else self._look_up(wanted)
         if found is None and wanted is not None:
             if cached:
-                raise Uncompiled(partial(self._compiled, wanted), max(1, _length(wanted)))
-            found = self._compiled(wanted)
+                raise Uncompiled(partial(self._compile_once, wanted), max(1, _length(wanted)))
+            found = self._compile_once(wanted)
         if isinstance(found, UnfitGrammar):
             raise InvalidRequest(f"{param}{found.path}", str(found))
         if allowed is not None:
@@ -80,9 +80,9 @@ class ConstraintCompiler:
         assert found is not None, "a constraint, or allowed tokens"
         return found
 
-    def _compiled(self, wanted: Grammar | Choices) -> Compiled | UnfitGrammar:
+    def _compile_once(self, wanted: Grammar | Choices) -> Compiled | UnfitGrammar:
         with self._compiling:
-            found = self._cached(wanted)  # another thread may have compiled it meanwhile
+            found = self._look_up(wanted)  # another thread may have compiled it meanwhile
             if found is None:
                 try:
                     found = self._compile(wanted)
@@ -91,7 +91,7 @@ class ConstraintCompiler:
                 self._store(wanted, found)
         return found
 
-    def _cached(self, wanted: Grammar | Choices) -> Compiled | UnfitGrammar | None:
+    def _look_up(self, wanted: Grammar | Choices) -> Compiled | UnfitGrammar | None:
         with self._lock:
             found = self._cache.get(wanted)
             if found is None:
