@@ -81,11 +81,12 @@ def test_whole_rows_have_the_same_bits(seed, force_kernels):
     assert torch.equal(noise.gumbel(seeds, positions, vocabulary, stream), expected)
 
 
-def test_noise_on_a_device_is_one_launch(monkeypatch):
+def test_noise_on_a_device_is_one_launch(monkeypatch, force_kernels):
     """Of chosen tokens and of whole rows, on a pretended device, which waits for nothing."""
     seeds, positions = draw_keys(3, torch.Generator().manual_seed(0))
     tokens = torch.arange(390).view(3, 130)
     expected = noise.gumbel_of_tokens(seeds, positions, tokens), noise.gumbel(seeds, positions, 70)
+    force_kernels("auto")
     launches = triton_interpreter.interpret_pretended(monkeypatch)
     with PretendCuda() as device:
         keys, there = (seeds.to("cuda"), positions.to("cuda")), tokens.to("cuda")
