@@ -1,4 +1,4 @@
-"""Times of the small kernels: acceptance, path move, RoPE with write, heads' top-k, trie step.
+"""Times of small kernels: acceptance, noise, path move, RoPE with write, heads' top-k, trie step.
 
 Each is compared with its torch reference on the same device, and its row has the bytes that it must
 move. `benchmarks.kernels.times` and `python benchmarks/gpu.py` print the rows.
@@ -16,7 +16,7 @@ import torch
 from benchmarks.kernels.attention import draw_tree
 from benchmarks.support.failures import attempted
 from benchmarks.support.timing import milliseconds
-from recserve.kernels.acceptance import acceptance
+from recserve.kernels.acceptance import acceptance, noise
 from recserve.kernels.acceptance.acceptance import Keys
 from recserve.kernels.cache import moves
 from recserve.kernels.cache.fp8 import Fp8
@@ -98,6 +98,13 @@ def cases(device: str, smoke: bool = False) -> Iterator[Case]:
         size = f"{trees} trees of {nodes}, vocabulary {vocabulary}"
         yield case(f"accept {size}", _accept, trees, nodes, vocabulary, equal=True)
         yield case(f"accept_drawn {size}", _accept_drawn, trees, nodes, vocabulary, equal=True)
+    for rows, tokens, vocabulary in (
+        [(2, 130, 1500)] if smoke else [(1, 64, 151_936), (64, 1024, 151_936)]
+    ):
+        size = f"{rows} rows, vocabulary {vocabulary}"
+        yield case(f"gumbel {size}", _gumbel, rows, vocabulary, equal=True)
+        name = f"gumbel_of_tokens {tokens} of {size}"
+        yield case(name, _gumbel_of_tokens, rows, tokens, vocabulary, equal=True)
     paths, depth = (2, 5) if smoke else (16, 8)
     yield case(f"path_move {paths} paths of {depth}", _path_move, paths, depth, equal=True)
     rows, heads = (5, 4) if smoke else (1024, 32)
@@ -208,6 +215,32 @@ def _accept_drawn(drawn: Drawn, trees: int, nodes: int, vocabulary: int) -> Call
         lambda: _walked(acceptance.accept_drawn(p, q, tree, keys, 8)),
         lambda: _walked(acceptance.accept_drawn_reference(p, q, tree, keys, 8)),
         3 * trees * vocabulary * 4,
+    )
+
+
+def _noise_keys(drawn: Drawn, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns seeds and positions [rows] of up to 63 bits."""
+    g, device = drawn.generator, drawn.device
+    seeds, positions = torch.randint(-(2**62), 2**62, (2, rows), generator=g, device=device)
+    return seeds, positions
+
+
+def _gumbel(drawn: Drawn, rows: int, vocabulary: int) -> Calls:
+    keys = _noise_keys(drawn, rows)
+    return Calls(
+        lambda: (noise.gumbel(*keys, vocabulary),),
+        lambda: (noise.gumbel_reference(*keys, vocabulary),),
+        4 * rows * vocabulary,
+    )
+
+
+def _gumbel_of_tokens(drawn: Drawn, rows: int, count: int, vocabulary: int) -> Calls:
+    keys, sizes = _noise_keys(drawn, rows), (rows, count)
+    tokens = torch.randint(vocabulary, sizes, generator=drawn.generator, device=drawn.device)
+    return Calls(
+        lambda: (noise.gumbel_of_tokens(*keys, tokens),),
+        lambda: (noise.gumbel_of_tokens_reference(*keys, tokens),),
+        12 * rows * count,
     )
 
 
