@@ -38,6 +38,7 @@ from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 log = logging.getLogger(__name__)
+CLOSE_S = 10.0  # a step that runs longer than this while the engine closes counts as hanging
 MOST_SCORINGS = 64  # strategies that are remembered, of scorings that requests have named
 
 
@@ -74,7 +75,8 @@ class Engine:
         drafters: Drafters of text requests, by name.
         selectable: Names that a SlateQuery may use.
         queue: Requests that wait for admission.
-        stopped_by: The error that ended the engine's thread; None while it runs.
+        stopped_by: The error that ended the engine's thread, or with which `close` left it in a
+            step that hangs; None while it runs.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -230,12 +232,22 @@ class Engine:
             self._thread.start()
 
     def close(self) -> None:
-        """Finishes queued and running requests, cancels queued background ones, and stops."""
+        """Finishes queued and running requests, cancels queued background ones, and stops.
+
+        A step that takes longer than CLOSE_S hangs, for example in a plug-in. Then all requests
+        fail with EngineStopped, and the thread stays in its step. It does not keep the process from
+        ending.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            began_s = time.monotonic()
+            while self._thread.is_alive():
+                self._thread.join(0.1)
+                if min(self.stalled_s, time.monotonic() - began_s) > CLOSE_S:
+                    self._leave_step()
+                    break
             self._thread = None
         for entry in list(self.queue.background):
             entry.future.cancel()
@@ -363,7 +375,17 @@ class Engine:
             self._timer.note_step()
             with torch.inference_mode():
                 while self._step():
+                    if self.stopped_by is not None:  # `close` has not waited for this step
+                        return
                     self._timer.note_step()
+
+    def _leave_step(self) -> None:
+        """Fails all requests while a step hangs, without a call of what may hang."""
+        self.stopped_by = error = EngineStopped("the engine was closed while a step hung")
+        log.critical("a step of the engine hangs; it did not end within %g s", CLOSE_S)
+        self.queue.drain(error)
+        for scheduler in self.schedulers.values():
+            scheduler.fail_all(error)
 
     def _abandon(self, error: EngineStopped) -> None:
         """Fails all requests, of which none can get a result any more."""

@@ -326,14 +326,20 @@ class Scheduler(ABC, Generic[SequenceT, TreesT]):
         except InvalidStateError:
             log.debug("a request was cancelled before its error: %s", error)
 
-    def abandon(self, error: EngineStopped) -> None:
-        """Fails all running requests, whatever the device says."""
+    def fail_all(self, error: EngineStopped) -> None:
+        """Delivers what has ended, and fails all other running requests. They keep their pages.
+
+        Another thread may call it while a step hangs.
+        """
         self._deliver()
-        dropped = [*self._suspects, *self._cleared, *self.admitted]
+        for sequence in [*self._suspects, *self._cleared, *self.admitted]:
+            self.fail(sequence.future, error)
+
+    def abandon(self, error: EngineStopped) -> None:
+        """Fails all running requests, whatever the device says, and releases their pages."""
+        self.fail_all(error)
         self._suspects.clear()
         self._cleared.clear()
-        for sequence in dropped:
-            self.fail(sequence.future, error)
         try:
             self.drop_all()
         except BaseException as raised:

@@ -243,10 +243,16 @@ class ExpiringStore(StoreWrapper):
         return num_users
 
     def close(self) -> None:
-        """Ends the thread, then closes the store."""
+        """Ends the thread, then closes the store.
+
+        If a call of the thread takes longer than CLOSE_S, the store is left as it is.
+        """
         self._stop.set()
-        self._thread.join()
-        self.store.close()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            log.error("the history store is not closed: a sweep of expired events does not end")
+        else:
+            self.store.close()
 
     def _sweep(self, user_ids: list[str]) -> int:
         """Deletes the expired events of some users, and returns how many of them had any."""

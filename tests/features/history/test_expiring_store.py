@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from recserve.bounds import MIN_TIME_US
+from recserve.features.history import stores
 from recserve.features.history.history import (
     Applied,
     Change,
@@ -24,6 +25,7 @@ from recserve.features.history.history import (
     merge,
     records,
 )
+from recserve.features.history.lmdb_store import LmdbStore
 from recserve.features.history.stores import ExpiringStore, open_store, split_ttl
 from tests.support.partial_stores import MemoryStore
 
@@ -127,6 +129,30 @@ def test_a_sweep_passes_over_damage(tmp_path: Path, redis_url: str) -> None:
     store.sweep()
     assert client.keys() == [b"recserve:history:bad"]
     store.close()
+
+
+def test_a_sweep_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch) -> None:
+    """Another writer has LMDB's lock. The store stays open, because the sweep uses it."""
+    plain, called = LmdbStore(tmp_path / "histories", map_size_bytes=16 << 20), threading.Event()
+    plain.append("ann", [event(1, 2 * HOUR_S), event(2, 0)])
+    append_many = plain.append_many
+
+    def append(changes):
+        called.set()
+        return append_many(changes)
+
+    monkeypatch.setattr(plain, "append_many", append)
+    monkeypatch.setattr(stores, "CLOSE_S", 0.05)
+    with plain._environment.begin(write=True):
+        store = ExpiringStore(plain, HOUR_S)
+        assert called.wait(60)
+        closing = threading.Thread(target=store.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+    store._thread.join(60)
+    assert not store._thread.is_alive() and keys(plain, "ann") == [2]
+    plain.close()
 
 
 class Failing(MemoryStore):
