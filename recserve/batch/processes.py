@@ -8,8 +8,10 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from recserve.batch.recipe import Recipe, WrongOption, environment, to_json
 from recserve.batch.source import Partition
 
 END_WAIT_S = 5.0
+KILL_WAIT_S = 10.0
 
 
 class WorkerFailed(RuntimeError):
@@ -109,11 +112,17 @@ class LocalWorkers:
                 self._order(worker, todo.popleft(), folder)
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all processes.
+
+        On a busy machine, even a killed process takes its time. One that a driver or a disk holds
+        in the kernel is not waited for longer than KILL_WAIT_S.
+        """
         for worker in self._workers:
             worker.process.kill()
+        latest_s = time.monotonic() + KILL_WAIT_S
         for worker in self._workers:
-            worker.process.wait()  # on a busy machine, even a killed process takes its time
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, latest_s - time.monotonic()))
         self._workers.clear()
 
     def _start(self) -> _Worker:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -138,6 +139,18 @@ def test_a_worker_that_says_nothing_and_lives_fails_the_job(recipe, monkeypatch)
     with pytest.raises(WorkerFailed, match="says nothing any more.*run the same command again"):
         workers.open(lock=1)
     workers.close()
+
+
+def test_a_worker_that_no_kill_ends_does_not_hold_up_the_end(recipe, monkeypatch):
+    workers, mute = LocalWorkers(recipe), [sys.executable, "-c", "input()"]
+    with subprocess.Popen(mute, stdin=subprocess.PIPE) as process:
+        monkeypatch.setattr(process, "kill", lambda: None)  # as if the kernel held it
+        monkeypatch.setattr(processes, "KILL_WAIT_S", 0.01)
+        workers._workers.append(processes._Worker(process))
+        closing = threading.Thread(target=workers.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive() and process.poll() is None
 
 
 def test_the_job_records_what_determines_its_bytes(recipe, calm):
