@@ -38,7 +38,7 @@ from recserve.speculation.completion import Completion, TextQuery
 from recserve.speculation.drafter import Drafter
 
 log = logging.getLogger(__name__)
-CLOSE_S = 10.0  # a step that runs longer than this while the engine closes counts as hanging
+CLOSE_S = 60.0  # a step that runs longer than this while the engine closes counts as hanging
 MOST_SCORINGS = 64  # strategies that are remembered, of scorings that requests have named
 
 
