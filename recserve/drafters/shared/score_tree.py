@@ -18,7 +18,7 @@ from torch import Tensor
 
 from recserve.drafters.shared.rank_tree import RankTree
 from recserve.kernels.host import on_device
-from recserve.kernels.tree import TokenTree
+from recserve.kernels.tree import TokenTree, chains
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.speculation.draft import Budget, TextDraft
 
@@ -183,8 +183,16 @@ class ScoreTree:
                 text.
             fixed_shapes: As in `TreeBatch`.
         """
-        nodes, order, queries = self._pack_frontiers()
-        slots = first + order.numbers + order.texts * (self.num_parents * self.depth)
+        room = self.num_parents * self.depth
+        if self.width == 1:  # one node of each level
+            texts, size, device = self.num_texts, self._level, self.frontier_tokens.device
+            nodes = chains(texts, size, device)
+            starts = torch.arange(0, texts * room, room, device=device) + first
+            slots = (starts[:, None] + torch.arange(size, device=device)).flatten()
+            queries = torch.arange(size - 1, texts * size, size, device=device)
+        else:
+            nodes, order, queries = self._pack_frontiers()
+            slots = first + order.numbers + order.texts * room
         counts = [self.frontier_tokens.shape[1]] * self.num_texts
         return TreeBatch(nodes, queries, slots, prefixes, counts, fixed_shapes=fixed_shapes)
 
