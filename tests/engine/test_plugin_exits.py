@@ -5,47 +5,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import torch
 
 from recserve.core.plugins import PluginExit
 from recserve.core.request import SlateQuery
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.strategies.beam import BeamStrategy
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.draft import chain_draft, empty_draft
-from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
-from recserve.speculation.verifiers.sample import SampleRule
+from tests.support.plugin_classes import LastToken, OtherRule, OtherStrategy
 from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import assert_no_leak, engine_for, prompts
 from tests.support.text_plain import drawn_model
 
 EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException)
-
-
-class Quiet(Drafter):
-    """Drafts the last token again."""
-
-    reads_states = True
-    hidden_layers = (-1,)
-
-    def propose(self, contexts, budgets):
-        drafts = [chain_draft(torch.tensor(context.tokens[-1:])) for context in contexts]
-        return [d if b.num_nodes else empty_draft() for d, b in zip(drafts, budgets, strict=True)]
-
-
-class OtherRule(SampleRule):
-    """The default rule under another name."""
-
-    name = "other"
-
-
-class OtherStrategy(BeamStrategy):
-    """Beam search under another name."""
-
-    name = "other"
 
 
 def leave(kind):
@@ -102,7 +75,7 @@ TEXT = {
 def test_code_of_a_text_that_leaves_fails_its_text_alone(hook, kind, monkeypatch):
     model, queries = drawn_model(1), texts()
     expected = [one.tokens.tolist() for one in outcomes(engine_for(model), queries)]
-    drafter, rule = Quiet(), OtherRule()
+    drafter, rule = LastToken(), OtherRule()
     part, _, name = hook.partition(".")
     if name:
         target = drafter if part == "drafter" else rule

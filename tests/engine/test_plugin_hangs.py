@@ -6,20 +6,16 @@ import sys
 import threading
 
 import pytest
-import torch
 
 from recserve.core.errors import EngineStopped
 from recserve.core.request import SlateQuery
 from recserve.engine import engine as engine_module
 from recserve.engine.build import EngineModels, build_engine
 from recserve.engine.engine_config import EngineConfig
-from recserve.search.strategies.beam import BeamStrategy
 from recserve.speculation.completion import TextQuery
-from recserve.speculation.draft import chain_draft, empty_draft
-from recserve.speculation.drafter import Drafter
 from recserve.speculation.sampling_params import SamplingParams, Speculation
 from recserve.speculation.verifiers.registry import verifiers
-from recserve.speculation.verifiers.sample import SampleRule
+from tests.support.plugin_classes import LastToken, OtherRule, OtherStrategy
 from tests.support.recommenders import CATALOGUES, draw_prefix, make
 from tests.support.text_engines import engine_for, prompts
 from tests.support.text_plain import drawn_model
@@ -29,29 +25,6 @@ HOOKS = {
     "rule": ("verify",),
     "strategy": ("tree_capacity", "start", "is_finished", "propose", "verify", "finish"),
 }
-
-
-class LastToken(Drafter):
-    """Drafts the last token again."""
-
-    reads_states = True
-    hidden_layers = (-1,)
-
-    def propose(self, contexts, budgets):
-        drafts = [chain_draft(torch.tensor(context.tokens[-1:])) for context in contexts]
-        return [d if b.num_nodes else empty_draft() for d, b in zip(drafts, budgets, strict=True)]
-
-
-class OtherRule(SampleRule):
-    """The default rule under another name."""
-
-    name = "other"
-
-
-class OtherStrategy(BeamStrategy):
-    """Beam search under another name."""
-
-    name = "other"
 
 
 class Gate:

@@ -254,14 +254,8 @@ class ModelDrafter(StateDrafter):
         return Budget(count, min(depth, count))
 
     def _start(self, contexts: Seq[TextContext]) -> DraftStart:
-        table, device = contexts[0].table, self.pool.keys.device
-        assert table is not None
-        rows = on_device([context.row for context in contexts], device)
-        return DraftStart(
-            drawn=DraftedTexts.of(contexts, device),
-            prefixes=_tokens_of(contexts, [len(context.tokens) for context in contexts]),
-            outputs=self._last.of(table)[rows],
-        )
+        prefixes = _tokens_of(contexts, [len(context.tokens) for context in contexts])
+        return DraftStart.of(contexts, prefixes, self._last)
 
     @torch.inference_mode()
     def _compute(self, contexts: Seq[TextContext], starts: Seq[int], stops: Seq[int]) -> None:

@@ -282,14 +282,8 @@ class EagleDrafter(StateDrafter):
         return min(MAX_TEXTS, self.scratch_slots // (shape.num_parents * shape.depth))
 
     def _start(self, contexts: Seq[TextContext]) -> DraftStart:
-        table, device = contexts[0].table, self.pool.keys.device
-        assert table is not None
-        rows = on_device([context.row for context in contexts], device)
-        return DraftStart(
-            drawn=DraftedTexts.of(contexts, device),
-            prefixes=entries_before(contexts, [len(context.tokens) - 1 for context in contexts]),
-            outputs=self._last.of(table)[rows],
-        )
+        prefixes = entries_before(contexts, [len(context.tokens) - 1 for context in contexts])
+        return DraftStart.of(contexts, prefixes, self._last)
 
     def _grow(self, texts: DraftStart, depth: int, width: int, shape: RankTree | None) -> ScoreTree:
         """Expands trees level by level."""

@@ -6,6 +6,7 @@ each. Rows after a text's own states are computed too, and written to the spare 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from recserve.drafters.shared.noisy import DraftedTexts
 from recserve.kernels.cache.kv_pool import KVPool
+from recserve.kernels.host import on_device
 from recserve.kernels.tree import chains
 from recserve.kernels.tree_batch import Prefixes, TreeBatch
 from recserve.speculation.drafter import Drafter, DraftInputs, TextContext
@@ -77,6 +79,14 @@ class DraftStart:
     prefixes: Prefixes
     outputs: Tensor
     fixed_shapes: bool = False
+
+    @staticmethod
+    def of(contexts: Seq[TextContext], prefixes: Prefixes, last: LastValues) -> DraftStart:
+        """Returns the start of launched drafts, from the texts' last outputs."""
+        table = prefixes.slots
+        rows = on_device([context.row for context in contexts], table.device)
+        drawn = DraftedTexts.of(contexts, table.device)
+        return DraftStart(drawn, prefixes, last.of(table)[rows])
 
 
 def entries_within(inputs: DraftInputs, stops: Tensor) -> Prefixes:
